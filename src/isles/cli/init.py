@@ -1,0 +1,54 @@
+"""`isles init`: a commented run.toml that works as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isles.cli.common import Json, out, print_json
+from isles.errors import UsageError
+from isles.spec import render_spec, spec_from
+
+HEAD = """A run of isles: four clusters train one small language model with DiLoCo, in one process.
+
+    isles simulate run.toml                        the run; Ctrl-C saves it, --resume goes on
+    isles simulate run.toml --compare              the same beside one cluster alone and data-parallel training
+    isles simulate run.toml --set train.local_steps=25 --out runs/h25
+
+Keys that start with a # stand at their default. The text comes from the Python standard library of this machine, so nothing
+is downloaded; for your own, run `isles data prepare` and point data.path at what it wrote."""
+
+STARTER = {
+    "run": {"name": "demo", "steps": 600},
+    "model": {"family": "gpt2", "parameters": "0.13M"},
+    "data": {"path": "data/stdlib", "inputs": ["python:stdlib"], "sequence_length": 64},
+    "train": {"local_steps": 25, "batch_size": 16},
+    "optimizer": {"lr": 3e-3, "warmup_steps": 40},
+    "outer": {"lr": 0.7, "momentum": 0.5},
+    "codec": {"name": "int4"},
+    "checkpoint": {"every": 200},
+}
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def init(
+        folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the new run; made when it does not exist.")],
+        force: Annotated[bool, typer.Option("--force", help="Overwrite a run.toml that is already there.")] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Write a commented run.toml that works as it is."""
+        path = folder / "run.toml"
+        if path.exists() and not force:
+            raise UsageError(f"{path} already exists; edit it, choose another folder, or overwrite it with --force")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(render_spec(spec_from(STARTER), head=HEAD), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+        if as_json:
+            print_json({"path": str(path)})
+        else:
+            out.print(f"wrote {path}; start it with: isles simulate {path}")

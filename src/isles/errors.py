@@ -1,0 +1,59 @@
+"""The errors a person can cause, and the exit codes scripts can rely on.
+
+Every error that a person can cause (a wrong key in run.toml, a damaged shard, an interrupted run) is an `IslesError`. Its text is
+one sentence that names what is wrong, where, and what to do. The command line prints that sentence and exits with the
+class's code; anything else that escapes is a bug in isles and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class IslesError(Exception):
+    """A mistake or an outside failure that a sentence can explain. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(IslesError):
+    """The command line was used wrongly (a bad option, a missing folder). Exit code 2, as shells and click use it."""
+
+    exit_code = 2
+
+
+class SpecError(IslesError):
+    """run.toml, or an override of it, cannot be used. Exit code 3."""
+
+    exit_code = 3
+
+
+class DataError(IslesError):
+    """Input text, a shard or an index is missing, damaged or of another version. Exit code 4."""
+
+    exit_code = 4
+
+
+class ModelError(IslesError):
+    """A model cannot be built, loaded, laid out or exported. Exit code 5."""
+
+    exit_code = 5
+
+
+class CodecError(IslesError):
+    """A tensor cannot be encoded (NaN, infinity) or a chunk cannot be decoded. Exit code 6."""
+
+    exit_code = 6
+
+
+class CheckpointError(IslesError):
+    """A checkpoint is missing, damaged, or belongs to another run. Exit code 7."""
+
+    exit_code = 7
+
+
+class DivergedError(IslesError):
+    """Training produced a loss or parameters that are not finite. Exit code 8."""
+
+    exit_code = 8
+
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report a command ended by Ctrl-C

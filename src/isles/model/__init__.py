@@ -1,0 +1,19 @@
+"""The model room: models from presets, configs or folders, the flat vector that clusters synchronise, and what leaves the run."""
+
+from isles.model.build import build_model, count_parameters, prepare_for_training
+from isles.model.export import export_model, load_exported
+from isles.model.generate import generate
+from isles.model.layout import FlatParameters, Layout, Slot, remap
+
+__all__ = [
+    "FlatParameters",
+    "Layout",
+    "Slot",
+    "build_model",
+    "count_parameters",
+    "export_model",
+    "generate",
+    "load_exported",
+    "prepare_for_training",
+    "remap",
+]

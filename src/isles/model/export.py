@@ -1,0 +1,56 @@
+"""Export: a folder that transformers loads, from the global parameters of a run.
+
+The folder is written beside its final name and renamed, so that an export that was killed leaves nothing that looks whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isles.errors import ModelError, UsageError
+from isles.model.build import quiet_transformers
+from isles.model.layout import FlatParameters, Layout
+
+
+def export_model(model: Any, values: torch.Tensor, save_tokenizer: Callable[[Path], None], out: Path, *, eos_id: int | None = None) -> None:
+    """Write `values` as a transformers model folder with safetensors weights.
+
+    model: a built model of the run's spec; values: fp32, shape [total], in the layout of `Layout.of(model)`; save_tokenizer: writes the
+    tokenizer's files into a folder; eos_id: the end-of-text token, for generation. Raises UsageError when `out` holds something else than an
+    export, ModelError when the disk refuses."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").exists())):
+        raise UsageError(f"{out} is not empty and no exported model; choose another --out")
+    FlatParameters(model, Layout.of(model)).copy_from(values, 0, values.numel())
+    if eos_id is not None:
+        model.config.eos_token_id = model.generation_config.eos_token_id = eos_id
+    model.config.use_cache = True  # whoever serves it wants the cache that training had no use for
+    temporary = out.parent / f".{out.name}.writing-{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        with quiet_transformers():
+            model.save_pretrained(temporary)
+        save_tokenizer(temporary)
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    except OSError as error:
+        raise ModelError(f"{out} cannot be written: {error.strerror or error}; check the folder and the room on its disk") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_exported(folder: Path) -> Any:
+    """A model from a folder that `export_model` or save_pretrained wrote: fp32, on the CPU. Raises ModelError when it cannot be read."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet_transformers():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except Exception as error:  # damaged or missing files: each has its own class
+        raise ModelError(f"{folder} cannot be loaded ({str(error).strip().splitlines()[0]}); export the run again") from error

@@ -1,0 +1,49 @@
+"""Writing a run.toml that explains itself: every key with its unit and reason, from the descriptions of the tables.
+
+A key that stands at its default is written commented out, so that a reader sees at a glance what this run changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from isles.spec.tables import Spec
+
+_WIDTH = 34
+
+
+def render_spec(spec: Spec, *, head: str = "") -> str:
+    """The text of a commented run.toml that reads back as `spec`."""
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    for name, table in spec:
+        doc = (type(table).__doc__ or "").strip().splitlines()
+        about = f"  # {doc[0]}" if doc and doc[0] != Spec.__doc__ else ""
+        lines += ["", f"[{name}]{about}"]
+        lines += [_line(key, getattr(table, key), field) for key, field in type(table).model_fields.items()]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _line(key: str, value: Any, field: Any) -> str:
+    default = None if field.default is PydanticUndefined else field.default
+    unset = value == default
+    shown = "..." if value is None else _toml(value)
+    return f"{('# ' if unset else '') + f'{key} = {shown}':<{_WIDTH}}  # {field.description}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, BaseModel):
+        return _toml(value.model_dump(exclude_none=True))
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)
