@@ -329,6 +329,9 @@ def test_kill_9_never_leaves_what_looks_whole_and_the_next_run_starts_cleanly(tm
             else:
                 with pytest.raises(DataError, match="no finished dataset"):
                     Dataset.open(out, 8)
+                with pytest.raises(DataError, match="has no field"):  # also a run that fails cleans up first
+                    build(tmp_path, name=out.name, field="missing")
+                assert list(contents(out)) == ["notes.txt"]
                 build(tmp_path, name=out.name)
         else:
             build(tmp_path, name=out.name, force=True)
