@@ -137,6 +137,7 @@ class Simulation:
             name=self.spec.run.name,
             method=self.method.name,
             clusters=1 if self.baseline == "single" else self.spec.clusters.count,
+            local_steps=self.spec.train.local_steps_at(self.step),
             parameters=self.layout.total,
             steps=self.step,
             rounds=self.method.rounds,
