@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -35,20 +36,14 @@ class Job:
     name: str
     baseline: str
     seed: int
-    tables: dict[str, Any]
-    overrides: tuple[str, ...]
+    tables: dict[str, Any]  # of the whole spec
+    chosen: dict[str, Any]  # what this run sets
 
     @property
     def key(self) -> str:
-        return json.dumps([self.name, self.baseline, self.seed, self.tables, sorted(self.overrides)], sort_keys=True)
-
-    @property
-    def cost(self) -> int:
-        """Local steps of all clusters together, to start the longest first."""
-        from isles.spec import spec_from
-
-        spec = spec_from(self.tables, self.overrides)
-        return spec.run.steps * (1 if self.baseline == "single" else spec.clusters.count)
+        """What makes it this run and no other, in a few characters."""
+        text = json.dumps([self.baseline, self.tables], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def expand(recipe: dict[str, Any]) -> Iterator[Job]:
@@ -58,10 +53,18 @@ def expand(recipe: dict[str, Any]) -> Iterator[Job]:
         grid = run.get("grid", {})
         for values in itertools.product(*grid.values()):
             chosen = run.get("set", {}) | dict(zip(grid, values, strict=True))
-            name = "/".join([run["name"], *(f"{key.split('.')[-1]}={value}" for key, value in zip(grid, values, strict=True))])
+            name = "/".join([run["name"], *(f"{key}={value}" for key, value in zip(grid, values, strict=True))])
             for seed in run.get("seeds", recipe["seeds"]):
-                overrides = (f"run.seed={seed}", *(f"{k}={json.dumps(v)}" for k, v in chosen.items()))
-                yield Job(name, run.get("baseline", "none"), seed, tables, overrides)
+                yield Job(name, run.get("baseline", "none"), seed, _with(tables, chosen | {"run.seed": seed}), chosen)
+
+
+def _with(tables: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """Nested tables with dotted keys set."""
+    merged = {name: dict(table) for name, table in tables.items()}
+    for key, value in chosen.items():
+        table, _, name = key.partition(".")
+        merged.setdefault(table, {})[name] = value
+    return merged
 
 
 def perform(job: Job, base: Path) -> dict[str, Any]:
@@ -74,8 +77,14 @@ def perform(job: Job, base: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     curve: list[list[float | int]] = []
-    spec = spec_from(job.tables, job.overrides)
-    row: dict[str, Any] = {"key": job.key, "name": job.name, "baseline": job.baseline, "seed": job.seed, "set": list(job.overrides)}
+    spec = spec_from(job.tables)
+    row: dict[str, Any] = {
+        "key": job.key,
+        "name": job.name,
+        "baseline": job.baseline,
+        "seed": job.seed,
+        "set": job.chosen,
+    }
 
     def observe(record: Any) -> None:
         if record.held_out_loss is not None:
@@ -103,7 +112,7 @@ def main() -> None:
     path = args.results / f"{args.recipe.stem}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {json.loads(line)["key"] for line in path.read_text().splitlines()} if path.exists() else set()
-    missing = sorted((job for job in jobs if job.key not in done), key=lambda job: (job.seed, -job.cost))
+    missing = [job for job in jobs if job.key not in done]  # in the recipe's order: what matters most stands first
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     context = multiprocessing.get_context("spawn")

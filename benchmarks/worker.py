@@ -107,7 +107,9 @@ def main() -> None:
     table = Table("parameters", "worker tokens/s", "bare tokens/s", "ratio min", "median", "max", f"bar {BAR}", "same bits")
     rows = []
     for size in args.parameters:
-        row = measure(size, pairs=args.pairs, segment=args.segment, batch_size=args.batch_size, length=args.length, threads=args.threads)
+        row = measure(
+            size, pairs=args.pairs, segment=args.segment, batch_size=args.batch_size, length=args.length, threads=args.threads
+        )
         ratio = row["ratio"]
         assert isinstance(ratio, dict)
         rows.append(row)

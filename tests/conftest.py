@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -19,7 +19,9 @@ TENSORS = {"global": {"values": torch.arange(1000, dtype=torch.float32)}, "empty
 
 
 def _store(path: Path, **kwargs: object) -> CheckpointStore:
-    return CheckpointStore(path / "checkpoints", run_digest=str(kwargs.pop("run_digest", "abc")), keep=int(kwargs.pop("keep", 2)))  # type: ignore[call-overload]
+    return CheckpointStore(
+        path / "checkpoints", run_digest=str(kwargs.pop("run_digest", "abc")), keep=int(kwargs.pop("keep", 2))
+    )  # type: ignore[call-overload]
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_state_in_flight_survives_a_round_trip(rule: Rule) -> None:
         assert np.array_equal(xa, xb)
 
 
-def torch_of(array: np.ndarray):  # noqa: ANN201
+def torch_of(array: np.ndarray):
     import torch
 
     return torch.from_numpy(array)

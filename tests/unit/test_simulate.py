@@ -115,7 +115,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tables: dict[str, An
 
 
 @pytest.mark.parametrize("baseline", ["ddp", "single"])
-def test_a_resumed_baseline_is_the_uninterrupted_one_bit_for_bit(tables: dict[str, Any], tmp_path: Path, baseline: Baseline) -> None:
+def test_a_resumed_baseline_is_the_uninterrupted_one_bit_for_bit(
+    tables: dict[str, Any], tmp_path: Path, baseline: Baseline
+) -> None:
     spec = _spec(tables)
     whole = simulate(spec, baseline=baseline)
     counter = itertools.count()
@@ -125,7 +127,16 @@ def test_a_resumed_baseline_is_the_uninterrupted_one_bit_for_bit(tables: dict[st
 
 
 def _timeless(record: StepRecord) -> tuple[Any, ...]:
-    return (record.step, record.round, record.tokens, record.loss, record.held_out_loss, record.bytes, record.lr, record.grad_norm)
+    return (
+        record.step,
+        record.round,
+        record.tokens,
+        record.loss,
+        record.held_out_loss,
+        record.bytes,
+        record.lr,
+        record.grad_norm,
+    )
 
 
 def test_two_runs_of_a_spec_are_equal_and_another_seed_is_not(tables: dict[str, Any]) -> None:

@@ -71,8 +71,16 @@ def test_a_mistake_is_one_sentence_that_names_the_place(tables: dict[str, Any], 
 
 
 def test_overrides_are_typed_as_toml_and_bare_words_are_strings() -> None:
-    spec = spec_from(TINY, ["train.local_steps=50", "codec.name=int4", "optimizer.betas=[0.8, 0.99]", 'run.name="x"', "eval.every = 7"])
-    assert (spec.train.local_steps, spec.codec.name, spec.optimizer.betas, spec.run.name, spec.eval.every) == (50, "int4", (0.8, 0.99), "x", 7)
+    spec = spec_from(
+        TINY, ["train.local_steps=50", "codec.name=int4", "optimizer.betas=[0.8, 0.99]", 'run.name="x"', "eval.every = 7"]
+    )
+    assert (spec.train.local_steps, spec.codec.name, spec.optimizer.betas, spec.run.name, spec.eval.every) == (
+        50,
+        "int4",
+        (0.8, 0.99),
+        "x",
+        7,
+    )
 
 
 @pytest.mark.parametrize("text", ["train.local_steps", "local_steps=5", "=5", "train.=5", ""])
@@ -112,7 +120,9 @@ def test_local_steps_grow_by_the_schedule() -> None:
     assert [train.local_steps_at(s) for s in (0, 9, 10, 99, 100, 10**9)] == [7, 7, 20, 20, 50, 50]
 
 
-@pytest.mark.parametrize(("text", "count"), [("0.13M", 130_000), ("30B", 30_000_000_000), ("1.5k", 1500), (124, 124), (" 2 M ", 2_000_000)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("0.13M", 130_000), ("30B", 30_000_000_000), ("1.5k", 1500), (124, 124), (" 2 M ", 2_000_000)]
+)
 def test_sizes(text: str | int, count: int) -> None:
     assert parse_size(text) == count
 
@@ -130,7 +140,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         load_spec(tmp_path)
     bad = tmp_path / "run.toml"
     bad.write_text("[model\n")
-    with pytest.raises(SpecError, match="not valid TOML.*line 1"):
+    with pytest.raises(SpecError, match=r"not valid TOML.*line 1"):
         load_spec(bad)
     bad.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="not valid TOML"):

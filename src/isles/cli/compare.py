@@ -13,8 +13,13 @@ from isles.cli.common import Json, out, print_json
 def register(app: typer.Typer) -> None:
     @app.command()
     def compare(
-        folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs (the --out of `isles simulate`).")],
-        picture: Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="Also draw loss against tokens and bytes into this .png or .svg.")] = None,
+        folders: Annotated[
+            list[Path], typer.Argument(metavar="DIR...", help="Folders of runs (the --out of `isles simulate`).")
+        ],
+        picture: Annotated[
+            Path | None,
+            typer.Option("--picture", metavar="FILE", help="Also draw loss against tokens and bytes into this .png or .svg."),
+        ] = None,
         as_json: Json = False,
     ) -> None:
         """Compare runs: loss, tokens, bytes and speed side by side."""

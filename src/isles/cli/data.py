@@ -21,10 +21,19 @@ def register(app: typer.Typer) -> None:
 
 @data.command()
 def prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs of text, JSONL or Parquet, also .gz or .zst; or python:stdlib.")],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...", help="Files, folders or globs of text, JSONL or Parquet, also .gz or .zst; or python:stdlib."
+        ),
+    ],
     to: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.")],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", help="'bytes', a tokenizer.json file, or a transformers folder or hub id.")] = "bytes",
-    held_out: Annotated[float, typer.Option("--held-out", min=0.0, max=0.5, help="Share of the text kept out of training.")] = 0.01,
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="'bytes', a tokenizer.json file, or a transformers folder or hub id.")
+    ] = "bytes",
+    held_out: Annotated[
+        float, typer.Option("--held-out", min=0.0, max=0.5, help="Share of the text kept out of training.")
+    ] = 0.01,
     force: Annotated[bool, typer.Option("--force", help="Replace a data set that is already there.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -35,7 +44,15 @@ def prepare(
 
     here = Path.cwd()
     with PrepareDisplay(quiet=as_json) as display:
-        index = run(inputs, to, tokenizer=load_tokenizer(tokenizer, here), held_out=held_out, base=here, progress=display.update, force=force)
+        index = run(
+            inputs,
+            to,
+            tokenizer=load_tokenizer(tokenizer, here),
+            held_out=held_out,
+            base=here,
+            progress=display.update,
+            force=force,
+        )
     if as_json:
         print_json(index.model_dump(mode="json"))
     else:

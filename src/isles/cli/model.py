@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from isles.data import Tokenizer
 
-Checkpoint = Annotated[int | None, typer.Option("--checkpoint", help="Step of the checkpoint to use; the newest when left out.")]
+Checkpoint = Annotated[
+    int | None, typer.Option("--checkpoint", help="Step of the checkpoint to use; the newest when left out.")
+]
 
 
 def load_run(folder: Path, step: int | None) -> tuple[torch.nn.Module, torch.Tensor, Tokenizer, int]:
@@ -41,7 +43,9 @@ def load_for_sampling(folder: Path, step: int | None) -> tuple[torch.nn.Module, 
         return model, tokenizer
     if (folder / "config.json").exists():
         return load_exported(folder), load_tokenizer(str(folder), folder)
-    raise UsageError(f"{folder} is neither a run's folder nor an exported model; name the --out of `isles simulate` or `isles export`")
+    raise UsageError(
+        f"{folder} is neither a run's folder nor an exported model; name the --out of `isles simulate` or `isles export`"
+    )
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +64,10 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print_json({"path": str(to), "step": step, "parameters": values.numel()})
         else:
-            out.print(f"wrote {to} (step {step}, {values.numel():,} parameters); transformers loads it with from_pretrained({str(to)!r})", soft_wrap=True)
+            out.print(
+                f"wrote {to} (step {step}, {values.numel():,} parameters); transformers loads it with from_pretrained({str(to)!r})",
+                soft_wrap=True,
+            )
 
     @app.command()
     def sample(
@@ -68,7 +75,9 @@ def register(app: typer.Typer) -> None:
         prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")] = "",
         max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1_000_000, help="New tokens at most.")] = 200,
         temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest token.")] = 0.8,
-        top_k: Annotated[int, typer.Option("--top-k", min=0, help="Choose among this many likeliest tokens; 0 among all.")] = 40,
+        top_k: Annotated[
+            int, typer.Option("--top-k", min=0, help="Choose among this many likeliest tokens; 0 among all.")
+        ] = 40,
         seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice.")] = 0,
         checkpoint: Checkpoint = None,
         as_json: Json = False,

@@ -33,13 +33,24 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def simulate(
         spec_path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's spec; `isles init` writes one.")],
-        clusters: Annotated[int | None, typer.Option("--clusters", min=1, help="Number of clusters, instead of the spec's.")] = None,
-        baseline: Annotated[BaselineName, typer.Option("--baseline", help="Train this instead of DiLoCo: data-parallel, or one cluster alone.")] = BaselineName.none,
+        clusters: Annotated[
+            int | None, typer.Option("--clusters", min=1, help="Number of clusters, instead of the spec's.")
+        ] = None,
+        baseline: Annotated[
+            BaselineName, typer.Option("--baseline", help="Train this instead of DiLoCo: data-parallel, or one cluster alone.")
+        ] = BaselineName.none,
         compare: Annotated[bool, typer.Option("--compare", help="Train DiLoCo and both baselines, and compare them.")] = False,
-        overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec, as train.local_steps=50; repeatable.")] = None,
-        to: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run's folder; runs/NAME when left out.")] = None,
+        overrides: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec, as train.local_steps=50; repeatable."),
+        ] = None,
+        to: Annotated[
+            Path | None, typer.Option("--out", metavar="DIR", help="The run's folder; runs/NAME when left out.")
+        ] = None,
         resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-        checkpoint: Annotated[int | None, typer.Option("--checkpoint", help="With --resume: from the checkpoint of this step.")] = None,
+        checkpoint: Annotated[
+            int | None, typer.Option("--checkpoint", help="With --resume: from the checkpoint of this step.")
+        ] = None,
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
         as_json: Json = False,
     ) -> None:
@@ -89,8 +100,10 @@ class Session:
             raise typer.Exit(stop.exit_code)
         return summaries
 
-    def _one(self, baseline: Baseline, path: Path, resume: bool, checkpoint: int | None, display: RunDisplay, stop: Stop) -> Summary:
-        from isles.simulate import RunFolder, simulate
+    def _one(
+        self, baseline: Baseline, path: Path, resume: bool, checkpoint: int | None, display: RunDisplay, stop: Stop
+    ) -> Summary:
+        from isles.simulate import simulate
         from isles.watch import TensorBoard
 
         with TensorBoard(path / "tensorboard") as board:
@@ -107,7 +120,11 @@ class Session:
     def _say_how_to_resume(self, last: Summary) -> None:
         compare = " --compare" if self.many else ""
         baseline = "" if self.many or last.method == "diloco" else f" --baseline {last.method}"
-        err.print(f"stopped and saved at step {last.steps}; go on with: isles simulate {self.spec_path}{baseline}{compare} --out {self.folder} --resume", soft_wrap=True, markup=False)
+        err.print(
+            f"stopped and saved at step {last.steps}; go on with: isles simulate {self.spec_path}{baseline}{compare} --out {self.folder} --resume",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def _report(summaries: list[Summary], folder: Path, *, many: bool, as_json: bool) -> None:

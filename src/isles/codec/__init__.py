@@ -1,6 +1,25 @@
-"""The codec room: pseudo-gradients to bytes and back. numba kernels, with a plain torch reference that tests hold them to."""
+"""The codec room: pseudo-gradients to bytes and back, in one pass, the same bits everywhere.
+
+    codec = get_codec(table)                        # a spec's codec table
+    chunk = codec.encode(base, local, offset=...)   # d = base - local, at most CHUNK_VALUES values
+    decode_accumulate(chunk, weight, total)         # total += weight * d
+    values = decode(chunk)                          # a chunk says what it is
+
+format: the bytes. codecs: what one calls. kernels, sparse: compiled loops, compiled at their first use. reference: the same in torch.
+"""
 
 from isles.codec.codecs import Codec, decode, decode_accumulate, get_codec
-from isles.codec.format import CHUNK_VALUES, Chunk, ChunkHeader, NonFiniteError, read_header
+from isles.codec.errors import NonFiniteError
+from isles.codec.format import CHUNK_VALUES, Chunk, ChunkHeader, read_header
 
-__all__ = ["CHUNK_VALUES", "Chunk", "ChunkHeader", "Codec", "NonFiniteError", "decode", "decode_accumulate", "get_codec", "read_header"]
+__all__ = [
+    "CHUNK_VALUES",
+    "Chunk",
+    "ChunkHeader",
+    "Codec",
+    "NonFiniteError",
+    "decode",
+    "decode_accumulate",
+    "get_codec",
+    "read_header",
+]

@@ -136,7 +136,9 @@ def read_header(chunk: Chunk) -> ChunkHeader:
     if magic != MAGIC:
         raise CodecError(f"this is not a chunk of isles: it opens with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise CodecError(f"the chunk has format version {version} and this isles reads {VERSION}: run the same isles everywhere")
+        raise CodecError(
+            f"the chunk has format version {version} and this isles reads {VERSION}: run the same isles everywhere"
+        )
     if _CRC.unpack_from(view, _HEADER.size)[0] != zlib.crc32(view[: _HEADER.size]):
         raise CodecError("the chunk's header is damaged (its checksum does not match): fetch it again")
     if number >= len(NAMES) or zero != 0:
@@ -144,10 +146,14 @@ def read_header(chunk: Chunk) -> ChunkHeader:
     codec = NAMES[number]
     _check_parameters(codec, block_size, k)
     if count > CHUNK_VALUES or offset > OFFSET_LIMIT:
-        raise CodecError(f"the chunk claims {count:,} values at offset {offset:,}, more than a chunk may hold: refuse its sender")
+        raise CodecError(
+            f"the chunk claims {count:,} values at offset {offset:,}, more than a chunk may hold: refuse its sender"
+        )
     expected = payload_bytes(codec, count, block_size, k)
     if length != expected:
-        raise CodecError(f"the chunk claims {length:,} payload bytes where {count:,} values in {codec} take {expected:,}: refuse its sender")
+        raise CodecError(
+            f"the chunk claims {length:,} payload bytes where {count:,} values in {codec} take {expected:,}: refuse its sender"
+        )
     if view.nbytes != HEADER_BYTES + length:
         state = "cut short" if view.nbytes < HEADER_BYTES + length else "too long"
         raise CodecError(f"the chunk is {state}, {view.nbytes:,} bytes instead of {HEADER_BYTES + length:,}: fetch it again")
@@ -162,13 +168,15 @@ def _check_parameters(codec: CodecName, block_size: int, k: int) -> None:
     else:
         fits = block_size == 0 and k == 0
     if not fits:
-        raise CodecError(f"the chunk's parameters (block size {block_size}, k {k}) do not fit its codec {codec}: refuse its sender")
+        raise CodecError(
+            f"the chunk's parameters (block size {block_size}, k {k}) do not fit its codec {codec}: refuse its sender"
+        )
 
 
 def as_bytes(chunk: Chunk) -> memoryview:
     """A chunk as a flat view of its bytes, without a copy. Raises CodecError when it is no contiguous run of bytes."""
     try:
         return memoryview(cast(bytes, chunk)).cast("B")
-    except TypeError:
+    except (TypeError, ValueError):
         kind = type(chunk).__name__
         raise CodecError(f"a chunk must be bytes, or a contiguous buffer of bytes, not {kind}: copy it into bytes") from None

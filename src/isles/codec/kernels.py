@@ -1,290 +1,306 @@
-"""The codecs' inner loops, compiled: one pass from base and local values to bytes, and from bytes into an accumulator.
+"""The compiled loops of the dense codecs: fp32, bf16, int8, int4.
 
-Work goes block by block through a small scratch that stays in the first-level cache, so memory sees each input once and each
-output once, and no temporary the size of the model exists. What makes the loops vectorise, and keeps them exact:
+Why numba: one pass from two vectors to bytes at the speed of memory, without the interpreter's lock (the agent encodes while
+others send) and without a compiler on the host. Why the loops look as they do:
 
-- The largest magnitude is found among the *bits* without sign, as integers: a floating maximum would need permission to ignore NaN,
-  and NaN and infinity come out as the largest integers, so the finiteness check is free.
-- Rounding to nearest-even is adding 1.5 x 2^23: the integer then stands in the low bits.
-- No fastmath and no fused multiply-add: every IEEE machine gives the same bytes and the same sums.
+- A block's difference base - local is computed twice, once for its largest magnitude and once for its codes; the second time it
+  comes from the first-level cache. So there is no temporary, and plain loops over slices, which LLVM vectorises.
+- Magnitudes are compared as integers: the bits of a float without its sign order as the floats do, and NaN and infinity come out
+  above every number, so that looking for them costs nothing. There is no fastmath, which would let the compiler forget them.
+- Rounding to nearest-even is the addition of 1.5 * 2**23: the sum has no room for a fraction, and its low bits are the integer.
+- Every product and sum is rounded on its own (no fused multiply-add): the same bits on every IEEE machine.
 
-A kernel returns -1, or the position of the first value that cannot be sent. `reference.py` says the same in plain torch.
+Scales. A block's scale is absmax / 127 (or 7) rounded up to bf16, and its reciprocal is rounded down, so no value ever lands
+outside of the codes. A scale under the smallest normal number, 2**-126, becomes 0 and its block decodes to zeros: magnitudes
+under 127 * 2**-126 (1.5e-36) are lost, which is far under the rounding of any parameter they could be added to.
+
+Stochastic rounding adds noise in (-1/2, 1/2) first. The noise of a value is a hash of (seed, position in the flat layout), so
+it needs no state, can be repeated, and does not depend on how the vector was cut into chunks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-MAGIC = np.float32(12582912.0)  # 1.5 * 2**23
-INFINITE = np.uint32(0x7F800000)
-MAGNITUDE = np.uint32(0x7FFFFFFF)
-TILE = 2048  # values worked on at a time: 8 KiB, well inside the first-level cache
-SMALLEST = np.float32(2.0**-126)  # smallest normal number: a block whose scale is below it is sent as zeros
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+STRIP = 256  # values fp32 and bf16 look at before they say that one of them is not finite
+
+f32, i32, u32 = np.float32, np.int32, np.uint32
+SIGNLESS = i32(0x7FFFFFFF)
+INFINITY = i32(0x7F800000)
+SMALLEST_NORMAL = i32(0x00800000)
+ROUND = f32(12582912.0)  # 1.5 * 2**23
 
 
-def kernel(function: Any) -> Any:
-    """Compiled on first use, cached on disk, without the interpreter lock."""
-    return njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)
+def kernel(function: Function) -> Function:
+    """Compile at the first call, without the interpreter's lock, and keep the result on disk where numba finds a folder for it
+    (NUMBA_CACHE_DIR, beside the source, the user's cache); on a read-only machine compile anew in each process."""
+    try:
+        return cast(Function, njit(nogil=True, error_model="numpy", cache=True)(function))
+    except RuntimeError:  # "no locator available"
+        return cast(Function, njit(nogil=True, error_model="numpy")(function))
 
 
 @kernel
-def _load(base, local, subtract, start, stop, scratch):  # type: ignore[no-untyped-def]
-    """d = base - local (or base) of one block into the scratch."""
-    b = base[start:stop]
-    if subtract:
-        x = local[start:stop]
+def as_int(value: np.float32) -> np.int32:
+    return np.float32(value).view(np.int32)
+
+
+@kernel
+def as_float(bits: np.int32) -> np.float32:
+    return np.int32(bits).view(np.float32)
+
+
+# In all encoders: `local` is subtracted from `base`; `step` is 1, or 0 when there is no local, and `local` then is a block of
+# zeros. `largest` is the codec's greatest magnitude, as bits. They return -1, or the start of the first block that exceeds it; they
+# note it and go on, because a return from inside the loop makes numba count references to every slice (a third of the speed).
+
+
+@kernel
+def encode_fp32(base: Floats, local: Floats, step: int, largest: np.int32, out: Floats) -> int:
+    bad = -1
+    for start in range(0, base.size, STRIP):
+        stop = min(start + STRIP, base.size)
+        b, x, o = base[start:stop], local[start * step : start * step + stop - start], out[start:stop]
+        highest = i32(0)
         for j in range(b.size):
-            scratch[j] = b[j] - x[j]
-    else:
+            value = b[j] - x[j]
+            o[j] = value
+            highest = max(highest, i32(as_int(value) & SIGNLESS))
+        if highest > largest and bad < 0:
+            bad = start
+    return bad
+
+
+@kernel
+def encode_bf16(base: Floats, local: Floats, step: int, largest: np.int32, out: NDArray[np.uint16]) -> int:
+    bad = -1
+    for start in range(0, base.size, STRIP):
+        stop = min(start + STRIP, base.size)
+        b, x, o = base[start:stop], local[start * step : start * step + stop - start], out[start:stop]
+        highest = i32(0)
         for j in range(b.size):
-            scratch[j] = b[j]
+            bits = as_int(b[j] - x[j])
+            highest = max(highest, i32(bits & SIGNLESS))
+            o[j] = np.uint16(u32(u32(bits) + u32(0x7FFF) + (u32(bits) >> u32(16) & u32(1))) >> u32(16))
+        if highest > largest and bad < 0:
+            bad = start
+    return bad
 
 
 @kernel
-def _largest(bits, n):  # type: ignore[no-untyped-def]
-    """Largest magnitude among the first n values, as bits."""
-    largest = np.uint32(0)
-    for j in range(n):
-        magnitude = np.uint32(bits[j] & MAGNITUDE)
-        largest = max(largest, magnitude)
-    return largest
+def highest_bits(b: Floats, x: Floats) -> np.int32:
+    """The largest magnitude of b - x, as the bits of an fp32; above INFINITY when one is NaN."""
+    highest = i32(0)
+    for j in range(b.size):
+        highest = max(highest, i32(as_int(b[j] - x[j]) & SIGNLESS))
+    return highest
 
 
 @kernel
-def first_bad(bits, n, limit):  # type: ignore[no-untyped-def]
-    """Position of the first magnitude at or above the limit."""
-    for j in range(n):
-        if np.uint32(bits[j] & MAGNITUDE) >= limit:
-            return j
-    return 0
+def scale_bits(highest: np.int32, top: np.float32) -> np.int32:
+    """highest / top, rounded up to bf16, as fp32 bits; 0 where that is not a normal number."""
+    absmax = as_float(highest)
+    bits = i32(i32(as_int(absmax / top) + i32(0xFFFF)) & i32(-0x10000))
+    if as_float(bits) * top < absmax:  # the product is exact: the quotient had been rounded down to a bf16
+        bits = i32(bits + i32(0x10000))
+    return bits if bits >= SMALLEST_NORMAL else i32(0)
 
 
 @kernel
-def _uniform(index, key):  # type: ignore[no-untyped-def]
-    """A number in [0, 1) from a counter: murmur3's finalizer over position and key. Independent of how chunks are cut."""
-    h = np.uint32(np.uint32(index) ^ key)
-    h = np.uint32(h ^ (h >> np.uint32(16)))
-    h = np.uint32(h * np.uint32(0x85EBCA6B))
-    h = np.uint32(h ^ (h >> np.uint32(13)))
-    h = np.uint32(h * np.uint32(0xC2B2AE35))
-    h = np.uint32(h ^ (h >> np.uint32(16)))
-    return np.float32(h >> np.uint32(8)) * np.float32(2.0**-24)
+def reciprocal(bits: np.int32) -> np.float32:
+    """1 / scale, rounded down; 0 for a scale of 0."""
+    if bits == 0:
+        return f32(0)
+    scale = as_float(bits)
+    inverse = f32(1) / scale
+    if np.float64(inverse) * np.float64(scale) > 1.0:  # exact in fp64
+        inverse = as_float(as_int(inverse) - i32(1))
+    return inverse
 
 
 @kernel
-def _scales(largest, levels, scales, inverses):  # type: ignore[no-untyped-def]
-    """From the largest magnitudes (bits) of blocks to bf16 scales and their fp32 inverses; both 0 where the scale would be too small."""
-    real = largest.view(np.float32)
-    for i in range(largest.size):
-        real[i] = real[i] / np.float32(levels)
-    for i in range(largest.size):
-        largest[i] = np.uint32((np.uint64(largest[i]) + np.uint64(0xFFFF)) >> np.uint64(16)) << np.uint32(16)
-    for i in range(largest.size):
-        usable = real[i] >= SMALLEST
-        inverses[i] = np.float32(1.0) / real[i] if usable else np.float32(0)
-        scales[i] = np.uint16(largest[i] >> np.uint32(16)) if usable else np.uint16(0)
+def noise(counter: np.uint32, wrap: np.uint32, key: np.uint32, next_key: np.uint32) -> np.float32:
+    """An odd multiple of 2**-17 in (-1/2, 1/2): the upper half of the hash lowbias32 of (position ^ key).
+
+    counter, wrap: low 32 bits of the value's and of the chunk's first position; a counter below it has passed 2**32."""
+    x = u32(counter ^ (key if counter >= wrap else next_key))
+    x = u32(u32(x ^ (x >> u32(16))) * u32(0x7FEB352D))
+    x = u32(u32(x ^ (x >> u32(15))) * u32(0x846CA68B))
+    x = u32(x ^ (x >> u32(16)))
+    return as_float(i32((x >> u32(9)) & u32(0x7FFF80) | u32(0x3F800040))) - f32(1.5)
 
 
 @kernel
-def _round_stochastic(values, whole, inverse, levels, key, position):  # type: ignore[no-untyped-def]
-    """floor(value / scale + u): right on average. `whole` is `values` seen as int32."""
-    for j in range(values.size):
-        t = values[j] * inverse + _uniform(position + j, key)
-        q = np.int32(t + np.float32(256.0)) - np.int32(256)
-        whole[j] = np.int32(min(max(q, np.int32(-levels)), np.int32(levels)))
-
-
-@kernel
-def _pack_int8(whole, codes):  # type: ignore[no-untyped-def]
-    for i in range(whole.shape[0]):
-        for j in range(whole.shape[1]):
-            codes[i, j] = np.int8(whole[i, j])
-
-
-@kernel
-def _pack_int4(whole, codes):  # type: ignore[no-untyped-def]
-    """Byte j of a block holds value j in its low and value j + half in its high nibble: no shuffle is needed."""
-    half = codes.shape[1]
-    for i in range(whole.shape[0]):
-        low, high = whole[i, :half], whole[i, half:]
-        for j in range(half):
-            codes[i, j] = np.uint8((low[j] & np.int32(15)) | ((high[j] & np.int32(15)) << np.int32(4)))
-
-
-def _blockwise(levels: int, pack: Any, code_type: Any) -> Any:
-    """The encoder of int8 (127 levels) or int4 (7): tiles of whole blocks, then what is left over as padded blocks."""
-
-    @kernel
-    def tile(base, local, subtract, blocks, width, block, scales, codes, stochastic, key, position, scratch):  # type: ignore[no-untyped-def]
-        values = scratch[: blocks * block]
-        _load(base, local, subtract, 0, base.size, values)
-        for j in range(base.size, values.size):
-            values[j] = np.float32(0)
-        rows, bits = values.reshape(blocks, block), values.view(np.uint32).reshape(blocks, block)
-        largest, inverses = np.empty(blocks, np.uint32), np.empty(blocks, np.float32)
-        top = np.uint32(0)
-        for i in range(blocks):
-            m = np.uint32(0)
-            for j in range(block):
-                m = max(m, np.uint32(bits[i, j] & MAGNITUDE))
-            largest[i] = m
-            top = max(top, m)
-        if top >= INFINITE:
-            return first_bad(values.view(np.uint32), base.size, INFINITE)
-        _scales(largest, levels, scales, inverses)
-        whole = values.view(np.int32).reshape(blocks, block)
-        for i in range(blocks):
-            inverse = inverses[i]
-            if stochastic:
-                _round_stochastic(rows[i], whole[i], inverse, levels, key, position + i * block)
-            else:
-                for j in range(block):
-                    rows[i, j] = rows[i, j] * inverse + MAGIC
-        pack(whole, codes.view(code_type).reshape(blocks, width))
-        return -1
-
-    @kernel
-    def encode(base, local, subtract, scales, codes, block, width, stochastic, key, offset):  # type: ignore[no-untyped-def]
-        per_tile = TILE // block
-        scratch = np.empty(TILE, np.float32)
-        spare = np.empty(TILE, np.uint8)
-        done = 0
-        while done < scales.size:
-            blocks = min(per_tile, scales.size - done)
-            start, stop = done * block, min((done + blocks) * block, base.size)
-            part = codes[done * width : (done + blocks) * width]
-            whole = part.size == blocks * width  # otherwise the last block is short, and written from a spare
-            target = part if whole else spare[: blocks * width]
-            b = base[start:stop]
-            x = local[start:stop] if subtract else b
-            bad = tile(b, x, subtract, blocks, width, block, scales[done : done + blocks], target, stochastic, key, offset + start, scratch)
-            if bad >= 0:
-                return start + bad
-            if not whole:
-                part[:] = target[: part.size]
-            done += blocks
-        return -1
-
-    return encode
-
-
-encode_int8 = _blockwise(127, _pack_int8, np.int8)
-encode_int4 = _blockwise(7, _pack_int4, np.uint8)
-
-
-@kernel
-def encode_bf16(base, local, subtract, out):  # type: ignore[no-untyped-def]
-    scratch = np.empty(256, np.float32)
-    bits = scratch.view(np.uint32)
-    limit = np.uint32(0x7F7F8000)  # from here on rounding to nearest-even gives infinity
-    for start in range(0, base.size, 256):
-        stop = min(start + 256, base.size)
-        n = stop - start
-        _load(base, local, subtract, start, stop, scratch)
-        if _largest(bits, n) >= limit:
-            return start + first_bad(bits, n, limit)
-        o = out[start:stop]
-        for j in range(n):
-            b = bits[j]
-            even = np.uint32((b >> np.uint32(16)) & np.uint32(1))
-            o[j] = np.uint16(np.uint32(b + np.uint32(0x7FFF) + even) >> np.uint32(16))
-    return -1
-
-
-@kernel
-def encode_fp32(base, local, subtract, out):  # type: ignore[no-untyped-def]
-    bits = out.view(np.uint32)
-    for start in range(0, base.size, 1024):
-        stop = min(start + 1024, base.size)
-        _load(base, local, subtract, start, stop, out[start:stop])
-        block = bits[start:stop]
-        if _largest(block, stop - start) >= INFINITE:
-            return start + first_bad(block, stop - start, INFINITE)
-    return -1
-
-
-@kernel
-def decode_int8(scales, codes, block, weight, accumulate, out):  # type: ignore[no-untyped-def]
-    wide = np.empty(scales.size, np.uint32)
-    real = wide.view(np.float32)
-    for i in range(scales.size):
-        wide[i] = np.uint32(scales[i]) << np.uint32(16)
-    for i in range(scales.size):
-        start, stop = i * block, min((i + 1) * block, out.size)
-        scale, q, o = real[i], codes[start:stop], out[start:stop]
-        if accumulate:
-            for j in range(o.size):
-                o[j] += weight * (np.float32(q[j]) * scale)
+def encode_int8(
+    base: Floats, local: Floats, step: int, largest: np.int32, block: int, payload: Bytes,
+    stochastic: bool, first: np.uint32, key: np.uint32, next_key: np.uint32,
+) -> int:  # fmt: skip
+    blocks = (base.size + block - 1) // block
+    codes, bad = payload[2 * blocks :], -1
+    for i in range(blocks):
+        start, stop = i * block, min(i * block + block, base.size)
+        b, x, o = base[start:stop], local[start * step : start * step + stop - start], codes[start:stop]
+        highest = highest_bits(b, x)
+        if highest > largest and bad < 0:
+            bad = start
+        scale = scale_bits(highest, f32(127))
+        inverse = reciprocal(scale)
+        payload[2 * i], payload[2 * i + 1] = np.uint8(scale >> 16), np.uint8(scale >> 24)
+        if stochastic:
+            counter = u32(first + u32(start))
+            for j in range(b.size):
+                o[j] = np.uint8(as_int((b[j] - x[j]) * inverse + noise(u32(counter + u32(j)), first, key, next_key) + ROUND))
         else:
-            for j in range(o.size):
-                o[j] = np.float32(q[j]) * scale
+            for j in range(b.size):
+                o[j] = np.uint8(as_int((b[j] - x[j]) * inverse + ROUND))
+    return bad
 
 
 @kernel
-def decode_int4(scales, codes, block, weight, accumulate, out):  # type: ignore[no-untyped-def]
-    wide = np.empty(scales.size, np.uint32)
-    real = wide.view(np.float32)
-    for i in range(scales.size):
-        wide[i] = np.uint32(scales[i]) << np.uint32(16)
-    half = block // 2
-    low_part, high_part = np.empty(half, np.float32), np.empty(half, np.float32)
-    for i in range(scales.size):
-        start, stop = i * block, min((i + 1) * block, out.size)
-        scale, q = real[i], codes[i * half : min((i + 1) * half, codes.size)]
-        lower, upper = out[start : start + q.size], out[start + q.size : stop]
-        for j in range(q.size):
-            byte = np.int32(q[j])
-            low_part[j] = np.float32(np.int32((byte & np.int32(15)) ^ np.int32(8)) - np.int32(8)) * scale
-            high_part[j] = np.float32(np.int32((byte >> np.int32(4)) ^ np.int32(8)) - np.int32(8)) * scale
-        if accumulate:
-            for j in range(lower.size):
-                lower[j] += weight * low_part[j]
-            for j in range(upper.size):
-                upper[j] += weight * high_part[j]
+def encode_int4(
+    base: Floats, local: Floats, step: int, largest: np.int32, block: int, payload: Bytes,
+    stochastic: bool, first: np.uint32, key: np.uint32, next_key: np.uint32,
+) -> int:  # fmt: skip
+    blocks = (base.size + block - 1) // block
+    codes, bad, inverse = payload[2 * blocks :], -1, f32(0)
+    for i in range(blocks):
+        start, stop = i * block, min(i * block + block, base.size)
+        b, x = base[start:stop], local[start * step : start * step + stop - start]
+        highest = highest_bits(b, x)
+        if highest > largest and bad < 0:
+            bad = start
+        scale = scale_bits(highest, f32(7))
+        inverse = reciprocal(scale)
+        payload[2 * i], payload[2 * i + 1] = np.uint8(scale >> 16), np.uint8(scale >> 24)
+        half = (stop - start + 1) // 2
+        o, b2, x2 = codes[start // 2 : start // 2 + half], b[half:], x[half:]
+        if stochastic:
+            low, high = u32(first + u32(start)), u32(first + u32(start + half))
+            for j in range(b2.size):
+                noise_low = noise(u32(low + u32(j)), first, key, next_key)
+                noise_high = noise(u32(high + u32(j)), first, key, next_key)
+                code = as_int((b[j] - x[j]) * inverse + noise_low + ROUND) & 15
+                o[j] = np.uint8(code | as_int((b2[j] - x2[j]) * inverse + noise_high + ROUND) << 4)
         else:
-            for j in range(lower.size):
-                lower[j] = low_part[j]
-            for j in range(upper.size):
-                upper[j] = high_part[j]
+            for j in range(b2.size):
+                code = as_int((b[j] - x[j]) * inverse + ROUND) & 15
+                o[j] = np.uint8(code | as_int((b2[j] - x2[j]) * inverse + ROUND) << 4)
+    if base.size % 2:  # the middle value of the last block has no partner: the low nibble of the last byte
+        start = (blocks - 1) * block
+        i = start + (base.size - start) // 2
+        value = (base[i] - local[i if step else 0]) * inverse
+        if stochastic:
+            value += noise(u32(first + u32(i)), first, key, next_key)
+        payload[payload.size - 1] = np.uint8(as_int(value + ROUND) & 15)
+    return bad
+
+
+# In all decoders: `payload` has been checked (`finite_*`, `scales_fit`). decode_* write, add_* add weight * value.
 
 
 @kernel
-def decode_bf16(codes, weight, accumulate, out):  # type: ignore[no-untyped-def]
-    scratch = np.empty(256, np.float32)
-    bits = scratch.view(np.uint32)
-    for start in range(0, out.size, 256):
-        stop = min(start + 256, out.size)
-        q, o = codes[start:stop], out[start:stop]
-        for j in range(q.size):
-            bits[j] = np.uint32(q[j]) << np.uint32(16)
-        if accumulate:
-            for j in range(o.size):
-                o[j] += weight * scratch[j]
-        else:
-            for j in range(o.size):
-                o[j] = scratch[j]
+def finite_fp32(payload: NDArray[np.int32]) -> bool:
+    highest = i32(0)
+    for j in range(payload.size):
+        highest = max(highest, i32(payload[j] & SIGNLESS))
+    return bool(highest < INFINITY)
 
 
 @kernel
-def accumulate_fp32(values, weight, out):  # type: ignore[no-untyped-def]
+def finite_bf16(payload: NDArray[np.uint16]) -> bool:
+    highest = np.uint16(0)
+    for j in range(payload.size):
+        highest = max(highest, np.uint16(payload[j] & np.uint16(0x7FFF)))
+    return bool(highest < 0x7F80)
+
+
+@kernel
+def scales_fit(payload: Bytes, blocks: int, largest: int) -> bool:
+    """Whether every scale is 0, or positive, normal and not above `largest`."""
+    for i in range(blocks):
+        scale = payload[2 * i] | payload[2 * i + 1] << 8
+        if scale != 0 and not 0x0080 <= scale <= largest:
+            return False
+    return True
+
+
+@kernel
+def read_bf16(payload: Bytes, at: int) -> np.float32:
+    return as_float(i32(payload[at] << 16 | payload[at + 1] << 24))
+
+
+@kernel
+def decode_bf16(payload: NDArray[np.uint16], out: Floats) -> None:
     for j in range(out.size):
-        out[j] += weight * values[j]
+        out[j] = as_float(i32(payload[j] << 16))
 
 
 @kernel
-def all_finite_bf16(codes):  # type: ignore[no-untyped-def]
-    """Whether no bf16 is NaN or infinite."""
-    largest = np.uint16(0)
-    for j in range(codes.size):
-        largest = max(largest, np.uint16(codes[j] & np.uint16(0x7FFF)))
-    return largest < np.uint16(0x7F80)
+def decode_int8(payload: Bytes, block: int, out: Floats) -> None:
+    blocks = (out.size + block - 1) // block
+    codes = payload[2 * blocks :].view(np.int8)
+    for i in range(blocks):
+        scale, stop = read_bf16(payload, 2 * i), min(i * block + block, out.size)
+        o, c = out[i * block : stop], codes[i * block : stop]
+        for j in range(o.size):
+            o[j] = f32(c[j]) * scale
 
 
 @kernel
-def all_finite_fp32(bits):  # type: ignore[no-untyped-def]
-    """Whether no fp32 (as uint32) is NaN or infinite."""
-    return _largest(bits, bits.size) < INFINITE
+def decode_int4(payload: Bytes, block: int, out: Floats) -> None:
+    blocks = (out.size + block - 1) // block
+    codes = payload[2 * blocks :].view(np.int8)
+    for i in range(blocks):
+        scale, start, stop = read_bf16(payload, 2 * i), i * block, min(i * block + block, out.size)
+        half = (stop - start + 1) // 2
+        low, high, c = out[start : start + half], out[start + half : stop], codes[start // 2 : start // 2 + half]
+        for j in range(low.size):
+            low[j] = f32(i32((c[j] & 15) ^ 8) - i32(8)) * scale
+        for j in range(high.size):
+            high[j] = f32(c[j] >> 4) * scale
 
+
+@kernel
+def add_fp32(payload: Floats, weight: np.float32, total: Floats) -> None:
+    for j in range(total.size):
+        total[j] += weight * payload[j]
+
+
+@kernel
+def add_bf16(payload: NDArray[np.uint16], weight: np.float32, total: Floats) -> None:
+    for j in range(total.size):
+        total[j] += weight * as_float(i32(payload[j] << 16))
+
+
+@kernel
+def add_int8(payload: Bytes, block: int, weight: np.float32, total: Floats) -> None:
+    blocks = (total.size + block - 1) // block
+    codes = payload[2 * blocks :].view(np.int8)
+    for i in range(blocks):
+        scale, stop = read_bf16(payload, 2 * i), min(i * block + block, total.size)
+        o, c = total[i * block : stop], codes[i * block : stop]
+        for j in range(o.size):
+            o[j] += weight * (f32(c[j]) * scale)
+
+
+@kernel
+def add_int4(payload: Bytes, block: int, weight: np.float32, total: Floats) -> None:
+    blocks = (total.size + block - 1) // block
+    codes = payload[2 * blocks :].view(np.int8)
+    for i in range(blocks):
+        scale, start, stop = read_bf16(payload, 2 * i), i * block, min(i * block + block, total.size)
+        half = (stop - start + 1) // 2
+        low, high, c = total[start : start + half], total[start + half : stop], codes[start // 2 : start // 2 + half]
+        for j in range(low.size):
+            low[j] += weight * (f32(i32((c[j] & 15) ^ 8) - i32(8)) * scale)
+        for j in range(high.size):
+            high[j] += weight * (f32(c[j] >> 4) * scale)

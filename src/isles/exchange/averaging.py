@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.codec import CHUNK_VALUES, Codec, decode, decode_accumulate
+from isles.codec import CHUNK_VALUES, Chunk, Codec, decode, decode_accumulate
 from isles.outer import contribution_weights, radial_rescale, radial_weights, tensor_norms
 from isles.spec import OuterTable
 
 Floats = NDArray[np.float32]
-Chunk = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Contribution:
 
     @property
     def nbytes(self) -> int:
-        return sum(memoryview(chunk).nbytes for chunk in self.chunks)
+        return sum(_nbytes(chunk) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,15 @@ class Average:
 
 
 def encode_contribution(
-    codec: Codec, base: Floats, local: Floats, *, start: int, cluster: str, tokens: int, seed: int, residual: Floats | None = None
+    codec: Codec,
+    base: Floats,
+    local: Floats,
+    *,
+    start: int,
+    cluster: str,
+    tokens: int,
+    seed: int,
+    residual: Floats | None = None,
 ) -> Contribution:
     """Encode base - local, chunk by chunk.
 
@@ -70,7 +77,14 @@ def decode_chunks(chunks: Sequence[Chunk], size: int) -> Floats:
 
 
 def average(
-    codec: Codec, contributions: Sequence[Contribution], table: OuterTable, tensors: Sequence[tuple[int, int]], *, start: int, size: int, seed: int
+    codec: Codec,
+    contributions: Sequence[Contribution],
+    table: OuterTable,
+    tensors: Sequence[tuple[int, int]],
+    *,
+    start: int,
+    size: int,
+    seed: int,
 ) -> Average:
     """Merge contributions of one fragment into what every cluster applies.
 
@@ -91,10 +105,12 @@ def average(
         codec.encode(mean[first : min(first + CHUNK_VALUES, size)], offset=start + first, seed=seed)
         for first in range(0, size, CHUNK_VALUES)
     ]
-    return Average(decode_chunks(encoded, size), tuple(weights), sum(memoryview(chunk).nbytes for chunk in encoded))
+    return Average(decode_chunks(encoded, size), tuple(weights), sum(_nbytes(chunk) for chunk in encoded))
 
 
-def _radial_mean(ordered: Sequence[Contribution], weights: Sequence[float], tensors: Sequence[tuple[int, int]], size: int) -> Floats:
+def _radial_mean(
+    ordered: Sequence[Contribution], weights: Sequence[float], tensors: Sequence[tuple[int, int]], size: int
+) -> Floats:
     norms = [tensor_norms(decode_chunks(c.chunks, size), tensors) for c in ordered]
     factors = radial_weights(weights, norms)
     total = np.zeros(size, np.float32)
@@ -118,3 +134,7 @@ def bytes_on_wire(codec: Codec, contributions: Sequence[Contribution], averaged:
     if codec.gathers:
         return sent * (receivers - 1)
     return sent * (m - 1) // m + averaged.nbytes * (receivers - 1)
+
+
+def _nbytes(chunk: Chunk) -> int:
+    return chunk.nbytes if isinstance(chunk, (memoryview, np.ndarray)) else len(chunk)

@@ -34,7 +34,9 @@ Rule = Literal["mix", "keep", "eager"]
 class LocalFragment:
     """The state one cluster keeps of one fragment. Arrays are fp32 of the fragment's size; none is kept without overlap."""
 
-    def __init__(self, *, overlap: bool, rule: Rule = "keep", alpha: float = 0.5, lr: float = 0.7, momentum: float = 0.9) -> None:
+    def __init__(
+        self, *, overlap: bool, rule: Rule = "keep", alpha: float = 0.5, lr: float = 0.7, momentum: float = 0.9
+    ) -> None:
         self.overlap, self.rule, self.alpha = overlap, rule, alpha
         self._lr, self._mu = lr, momentum
         self._base: Floats | None = None  # None: the global parameters

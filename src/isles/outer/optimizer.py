@@ -85,7 +85,9 @@ class OuterOptimizer:
 
         gradient: fp32, shape [stop - start]. Positions outside keep their value and their momentum."""
         if not 0 <= start <= stop <= self.numel or gradient.shape != (stop - start,) or gradient.dtype != np.float32:
-            raise ValueError(f"range [{start}, {stop}) of {self.numel} values does not fit a gradient {gradient.dtype}{gradient.shape}")
+            raise ValueError(
+                f"range [{start}, {stop}) of {self.numel} values does not fit a gradient {gradient.dtype}{gradient.shape}"
+            )
         for i, first in enumerate(self._starts[:-1]):
             low, high = max(start, first), min(stop, self._starts[i + 1])
             if low < high:
@@ -100,8 +102,10 @@ class OuterOptimizer:
 
     def momentum_range(self, start: int, stop: int) -> Floats:
         """A copy of the momentum on [start, stop) of the flat vector (zeros when there is none), fp32."""
-        flat = np.concatenate(self._momentum) if len(self._momentum) > 1 else (self._momentum or [None])[0]
-        return np.zeros(stop - start, np.float32) if flat is None else flat[start:stop].copy()
+        if not self._momentum:
+            return np.zeros(stop - start, np.float32)
+        flat = self._momentum[0] if len(self._momentum) == 1 else np.concatenate(self._momentum)
+        return flat[start:stop].copy()
 
     def state_dict(self) -> dict[str, Any]:
         """`{"lr", "momentum", "buffers"}`; the buffers are flat fp32 tensors that share memory with the optimizer."""
@@ -111,7 +115,9 @@ class OuterOptimizer:
         """Take over the momentum of `state_dict`. The optimizer keeps its own lr and mu: a spec may change them between runs."""
         buffers = [_flat(b, f"momentum {i}") for i, b in enumerate(state["buffers"])]
         if [b.size for b in buffers] != [m.size for m in self._momentum]:
-            raise ValueError(f"momentum of sizes {[b.size for b in buffers]} does not fit parameters of {[m.size for m in self._momentum]}")
+            raise ValueError(
+                f"momentum of sizes {[b.size for b in buffers]} does not fit parameters of {[m.size for m in self._momentum]}"
+            )
         for mine, theirs in zip(self._momentum, buffers, strict=True):
             np.copyto(mine, theirs)
 

@@ -1,16 +1,15 @@
 """A run's folder: everything that a finished, interrupted or resumed run is read back from.
 
-    run.json          the spec as it was used, where paths count from, the baseline, vocabulary and layout
-    tokenizer/        the data's tokenizer, so that the folder can be sampled and exported alone
-    metrics.jsonl     one StepRecord a line
-    summary.json      one Summary
-    checkpoints/      see isles.worker.checkpoint
+run.json          the spec as it was used, where paths count from, the baseline, vocabulary and layout
+tokenizer/        the data's tokenizer, so that the folder can be sampled and exported alone
+metrics.jsonl     one StepRecord a line
+summary.json      one Summary
+checkpoints/      see isles.worker.checkpoint
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,9 @@ class RunFolder:
         except OSError as error:
             raise UsageError(f"{self.path} cannot be made ({error.strerror}); choose another --out") from error
 
-    def write_run(self, *, spec: Spec, base: Path, baseline: str, vocab_size: int, layout: Layout, data_digest: str, tokenizer: Path) -> None:
+    def write_run(
+        self, *, spec: Spec, base: Path, baseline: str, vocab_size: int, layout: Layout, data_digest: str, tokenizer: Path
+    ) -> None:
         """Record what the run is, before its first step."""
         if tokenizer.is_dir() and not self.tokenizer.exists():
             shutil.copytree(tokenizer, self.tokenizer)
@@ -83,7 +84,7 @@ class RunFolder:
         }
         temporary = self.path / ".run.json.writing"
         temporary.write_text(json.dumps(record, indent=1))
-        os.replace(temporary, self.path / "run.json")
+        temporary.replace(self.path / "run.json")
 
     def read_run(self) -> dict[str, Any]:
         """What `write_run` recorded. Raises UsageError when this is no run folder, CheckpointError when it is damaged."""
@@ -92,11 +93,15 @@ class RunFolder:
             record: dict[str, Any] = json.loads(path.read_text())
             version = record["format"]
         except FileNotFoundError as error:
-            raise UsageError(f"{self.path} is no run's folder: it has no run.json; name the --out of `isles simulate`") from error
+            raise UsageError(
+                f"{self.path} is no run's folder: it has no run.json; name the --out of `isles simulate`"
+            ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); the checkpoints beside it are untouched") from error
         if version != FORMAT:
-            raise CheckpointError(f"{path} is of format {version}, this isles reads format {FORMAT}; use the isles that wrote it")
+            raise CheckpointError(
+                f"{path} is of format {version}, this isles reads format {FORMAT}; use the isles that wrote it"
+            )
         return record
 
     def load_model(self, step: int | None = None) -> tuple[torch.nn.Module, torch.Tensor, int]:

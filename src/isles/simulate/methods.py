@@ -94,7 +94,7 @@ class Diloco:
         self._joining: set[int] = set()
 
     def _leaves_before_joining(self) -> set[int]:
-        first = {}
+        first: dict[int, str] = {}
         for event in sorted(self.spec.clusters.events, key=lambda e: e.step):
             if event.kind != "late":
                 first.setdefault(event.cluster, event.kind)
@@ -191,7 +191,9 @@ class OneModel:
 
     rounds = 0
 
-    def __init__(self, spec: Spec, make_trainer: Callable[[], Trainer], layout: Layout, dataset: Dataset, kind: Baseline) -> None:
+    def __init__(
+        self, spec: Spec, make_trainer: Callable[[], Trainer], layout: Layout, dataset: Dataset, kind: Baseline
+    ) -> None:
         self.name, self.spec = str(kind), spec
         self._ledger = Ledger(len(dataset))
         self._trainer = make_trainer()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ LOSS_WINDOW = 20  # records that the summary's training loss is the mean of
 class Simulation:
     """A run that is set up and can be advanced. `simulate` is the plain way to use it."""
 
-    def __init__(self, spec: Spec, *, base: Path, baseline: Baseline = "none", on_prepare: Callable[[Progress], None] | None = None) -> None:
+    def __init__(
+        self, spec: Spec, *, base: Path, baseline: Baseline = "none", on_prepare: Callable[[Progress], None] | None = None
+    ) -> None:
         if spec.train.threads:
             torch.set_num_threads(spec.train.threads)
         length = spec.data.sequence_length
@@ -103,12 +105,16 @@ class Simulation:
         self._judged.copy_from(torch.from_numpy(self.method.values), 0, self.layout.total)
         self.held_out_loss = held_out_loss(self._judge, self._batches, self.device)
         if not np.isfinite(self.held_out_loss):
-            raise DivergedError(f"the held-out loss is {self.held_out_loss} at step {self.step}; lower optimizer.lr or outer.lr")
+            raise DivergedError(
+                f"the held-out loss is {self.held_out_loss} at step {self.step}; lower optimizer.lr or outer.lr"
+            )
         return self.held_out_loss
 
     def _check(self, tick: Tick) -> None:
         if not np.isfinite(tick.loss):
-            raise DivergedError(f"the training loss is {tick.loss} at step {self.step}; lower optimizer.lr, or outer.lr if it happened just after a round")
+            raise DivergedError(
+                f"the training loss is {tick.loss} at step {self.step}; lower optimizer.lr, or outer.lr if it happened just after a round"
+            )
 
     def save(self, store: CheckpointStore) -> Path:
         counters, tensors = self.method.state()
@@ -156,7 +162,7 @@ class Simulation:
 def simulate(
     spec: Spec,
     *,
-    base: Path = Path("."),
+    base: Path = Path(),
     out: Path | None = None,
     baseline: Baseline = "none",
     resume: bool = False,
@@ -207,7 +213,11 @@ def simulate(
 
 
 def _loop(
-    run: Simulation, store: CheckpointStore | None, metrics: MetricsFile | None, observer: Callable[[StepRecord], None] | None, stop: Callable[[], bool]
+    run: Simulation,
+    store: CheckpointStore | None,
+    metrics: MetricsFile | None,
+    observer: Callable[[StepRecord], None] | None,
+    stop: Callable[[], bool],
 ) -> None:
     every = run.spec.checkpoint.every
     while not run.done and not stop():
@@ -224,7 +234,7 @@ def _fixed_batches(held_out: Dataset, sequences: int, size: int) -> list[NDArray
     """Evenly spread held-out sequences, always the same ones, in batches of `size`."""
     count = min(sequences, len(held_out))
     chosen = np.unique(np.linspace(0, len(held_out) - 1, count).astype(np.int64))
-    return [cast(NDArray[np.int64], held_out.batch(chosen[i : i + size])) for i in range(0, chosen.size, size)]
+    return [held_out.batch(chosen[i : i + size]) for i in range(0, chosen.size, size)]
 
 
 def records(out: Path) -> list[StepRecord]:

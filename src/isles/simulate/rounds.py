@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from isles.codec import Codec, NonFiniteError
 from isles.errors import DivergedError
-from isles.exchange import Average, Contribution, average, bytes_on_wire, decode_chunks, encode_contribution
+from isles.exchange import Contribution, average, bytes_on_wire, decode_chunks, encode_contribution
 from isles.model import Layout
 from isles.outer import OuterOptimizer
 from isles.simulate.cluster import Cluster
@@ -108,9 +109,7 @@ class Rounds:
 
     def _ready(self, clock: FragmentClock, active: Sequence[Cluster], now: int) -> list[Cluster]:
         """The contributors, if the round can close now; otherwise nobody."""
-        ready = [
-            c for c in active if c.standings[clock.index].since_sent >= self.need(clock, c) and not self.is_late(c, now)
-        ]
+        ready = [c for c in active if c.standings[clock.index].since_sent >= self.need(clock, c) and not self.is_late(c, now)]
         numbers = {c.number for c in ready}
         expected = {c.number for c in active} & clock.expected
         if ready and expected <= numbers:
@@ -128,9 +127,7 @@ class Rounds:
         locals_ = {c.number: c.trainer.read(clock.start, clock.stop) for c in ready}
         contributions = [self._contribution(clock, c, g, locals_[c.number]) for c in ready]
         seed = _seed(self.spec.run.seed, clock, "average")
-        mean = average(
-            self.codec, contributions, self.spec.outer, clock.tensors, start=clock.start, size=g.size, seed=seed
-        )
+        mean = average(self.codec, contributions, self.spec.outer, clock.tensors, start=clock.start, size=g.size, seed=seed)
         self.bytes += bytes_on_wire(self.codec, contributions, mean, len(active))
         shares = dict(zip(sorted(c.cluster for c in contributions), mean.weights, strict=True))
         for cluster, contribution in zip(ready, contributions, strict=True):
@@ -157,7 +154,9 @@ class Rounds:
                 f"{cluster.name}'s pseudo-gradient of {name} in round {clock.round + 1} is not finite; lower optimizer.lr or outer.lr"
             ) from error
 
-    def _hand_off(self, clock: FragmentClock, cluster: Cluster, contribution: Contribution, share: float, g: Floats, x: Floats) -> None:
+    def _hand_off(
+        self, clock: FragmentClock, cluster: Cluster, contribution: Contribution, share: float, g: Floats, x: Floats
+    ) -> None:
         standing = cluster.standings[clock.index]
         own = None
         if self.spec.streaming.merge == "eager" and self.spec.streaming.overlap:
@@ -209,7 +208,7 @@ def in_flight_tensors(clocks: Sequence[FragmentClock]) -> dict[str, torch.Tensor
     return {f"in_flight.{c.index}.{i}": torch.from_numpy(f.values) for c in clocks for i, f in enumerate(c.in_flight)}
 
 
-def clock_counters(clock: FragmentClock) -> dict[str, object]:
+def clock_counters(clock: FragmentClock) -> dict[str, Any]:
     return {
         "round": clock.round,
         "need": clock.need,
@@ -219,11 +218,11 @@ def clock_counters(clock: FragmentClock) -> dict[str, object]:
     }
 
 
-def load_clock(clock: FragmentClock, counters: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+def load_clock(clock: FragmentClock, counters: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Undo `clock_counters` and `in_flight_tensors`."""
-    clock.round, clock.need, clock.quorum_since = counters["round"], counters["need"], counters["quorum_since"]  # type: ignore[assignment]
-    clock.expected = set(counters["expected"])  # type: ignore[call-overload]
+    clock.round, clock.need, clock.quorum_since = counters["round"], counters["need"], counters["quorum_since"]
+    clock.expected = set(counters["expected"])
     clock.in_flight = [
         InFlight(merge_at, frozenset(contributors), tensors[f"in_flight.{clock.index}.{i}"].numpy().copy())
-        for i, (merge_at, contributors) in enumerate(counters["in_flight"])  # type: ignore[arg-type,var-annotated]
+        for i, (merge_at, contributors) in enumerate(counters["in_flight"])
     ]

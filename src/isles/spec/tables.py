@@ -38,8 +38,12 @@ class Table(BaseModel):
 
 
 class RunTable(Table):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run, used in folders and pictures")
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random: initial weights, data order, stochastic rounding")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run, used in folders and pictures"
+    )
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="seed of everything random: initial weights, data order, stochastic rounding"
+    )
     steps: Positive = Field(10_000, description="local steps (one AdamW step each) that every cluster trains")
 
 
@@ -47,14 +51,20 @@ class ModelTable(Table):
     """Exactly one of `family`, `config` and `pretrained` says where the model comes from."""
 
     family: Literal["gpt2", "llama", "qwen3"] | None = Field(None, description="architecture to build from a preset")
-    parameters: str | int | None = Field(None, description="preset size, 0.1M to 50B, for example '0.13M' or '30B'; layers and width are chosen to come close")
+    parameters: str | int | None = Field(
+        None, description="preset size, 0.1M to 50B, for example '0.13M' or '30B'; layers and width are chosen to come close"
+    )
     layers: Positive | None = Field(None, description="transformer blocks, instead of the preset's")
     hidden_size: Positive | None = Field(None, description="width of the residual stream, instead of the preset's")
     heads: Positive | None = Field(None, description="attention heads, instead of the preset's")
     config: str | None = Field(None, description="path of a transformers config.json, for any causal language model")
     pretrained: str | None = Field(None, description="folder (or hub id) of a pretrained model to go on from")
-    tie_embeddings: bool | None = Field(None, description="share input embedding and output head; the family's and size's habit when left out")
-    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, about a third more compute")
+    tie_embeddings: bool | None = Field(
+        None, description="share input embedding and output head; the family's and size's habit when left out"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, about a third more compute"
+    )
     compile: bool = Field(False, description="torch.compile the model: faster steps after a slow first one")
 
     @model_validator(mode="after")
@@ -80,8 +90,12 @@ class ModelTable(Table):
 
 class DataTable(Table):
     path: str = Field("data", description="folder of token shards, made by `isles data prepare`; relative to run.toml")
-    inputs: tuple[str, ...] = Field((), description="text to prepare into `path` when it does not exist yet: files, folders, globs, or 'python:stdlib'")
-    tokenizer: str = Field("bytes", description="'bytes' (built in), a tokenizer.json file, or a transformers tokenizer folder or hub id")
+    inputs: tuple[str, ...] = Field(
+        (), description="text to prepare into `path` when it does not exist yet: files, folders, globs, or 'python:stdlib'"
+    )
+    tokenizer: str = Field(
+        "bytes", description="'bytes' (built in), a tokenizer.json file, or a transformers tokenizer folder or hub id"
+    )
     held_out: float = Field(0.01, gt=0, lt=0.5, description="share of the documents kept out of training, for held-out loss")
     sequence_length: int = Field(1024, ge=8, description="tokens a sequence")
 
@@ -90,9 +104,13 @@ class TrainTable(Table):
     """The local training loop of every cluster."""
 
     local_steps: Positive = Field(1000, description="local steps in a round (H); every round the clusters synchronise")
-    local_steps_schedule: tuple[tuple[int, int], ...] = Field((), description="pairs [step, H]: from that local step on a round has H local steps, instead of local_steps")
+    local_steps_schedule: tuple[tuple[int, int], ...] = Field(
+        (), description="pairs [step, H]: from that local step on a round has H local steps, instead of local_steps"
+    )
     batch_size: Positive = Field(32, description="sequences per cluster and local step")
-    micro_batch_size: Positive | None = Field(None, description="sequences per forward pass; gradients accumulate up to batch_size; batch_size when left out")
+    micro_batch_size: Positive | None = Field(
+        None, description="sequences per forward pass; gradients accumulate up to batch_size; batch_size when left out"
+    )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: matrix products in bf16 over fp32 master weights")
     device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:N or mps")
     threads: int = Field(0, ge=0, description="CPU threads that torch may use; 0 leaves torch's own choice")
@@ -118,7 +136,9 @@ class TrainTable(Table):
 class OptimizerTable(Table):
     """The inner optimizer: each cluster's own, never averaged."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="adamw, or muon (torch.optim.Muon for matrices, AdamW for the rest)")
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon (torch.optim.Muon for matrices, AdamW for the rest)"
+    )
     lr: float = Field(4e-4, gt=0, description="peak learning rate (AdamW)")
     muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon's matrices")
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="momentum of Muon")
@@ -126,7 +146,10 @@ class OptimizerTable(Table):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, on tensors of two and more dimensions")
     clip_norm: float = Field(1.0, ge=0, description="largest global gradient norm; 0 turns clipping off")
-    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="after warm-up: cosine to min_lr_ratio; wsd: flat, then linear decay over the last decay_ratio; or constant")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine",
+        description="after warm-up: cosine to min_lr_ratio; wsd: flat, then linear decay over the last decay_ratio; or constant",
+    )
     warmup_steps: int = Field(1000, ge=0, description="local steps of linear warm-up")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a share of the peak")
     decay_ratio: float = Field(0.2, ge=0, le=1, description="share of the run that wsd decays over")
@@ -142,11 +165,18 @@ class OptimizerTable(Table):
 class OuterTable(Table):
     """The outer optimizer: moves the global parameters by the averaged pseudo-gradient."""
 
-    name: Literal["nesterov", "sparseloco"] = Field("nesterov", description="nesterov (DiLoCo), or sparseloco (no momentum, meant for the topk codec)")
+    name: Literal["nesterov", "sparseloco"] = Field(
+        "nesterov", description="nesterov (DiLoCo), or sparseloco (no momentum, meant for the topk codec)"
+    )
     lr: float = Field(0.7, gt=0, description="outer learning rate (eta)")
     momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum (mu); 0 with lr 1 is parameter averaging")
-    weighting: Literal["tokens", "uniform"] = Field("tokens", description="weight of a contribution: tokens trained since the cluster's last sync, or one each")
-    merge: Literal["mean", "radial"] = Field("mean", description="mean, or radial: mean of norms times mean direction, per tensor (Decoupled DiLoCo, arXiv 2604.21428)")
+    weighting: Literal["tokens", "uniform"] = Field(
+        "tokens", description="weight of a contribution: tokens trained since the cluster's last sync, or one each"
+    )
+    merge: Literal["mean", "radial"] = Field(
+        "mean",
+        description="mean, or radial: mean of norms times mean direction, per tensor (Decoupled DiLoCo, arXiv 2604.21428)",
+    )
 
     @model_validator(mode="after")
     def _momentum(self) -> OuterTable:
@@ -158,8 +188,12 @@ class OuterTable(Table):
 class CodecTable(Table):
     """How contributions and averages are encoded."""
 
-    name: Literal["fp32", "bf16", "int8", "int4", "topk"] = Field("int8", description="fp32, bf16, int8, int4, or topk (SparseLoCo, arXiv 2508.15706)")
-    block_size: Literal[32, 64, 128, 256] | None = Field(None, description="values that share one scale (int8: 128, int4: 64 when left out)")
+    name: Literal["fp32", "bf16", "int8", "int4", "topk"] = Field(
+        "int8", description="fp32, bf16, int8, int4, or topk (SparseLoCo, arXiv 2508.15706)"
+    )
+    block_size: Literal[32, 64, 128, 256] | None = Field(
+        None, description="values that share one scale (int8: 128, int4: 64 when left out)"
+    )
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8 and int4")
     k: int = Field(64, ge=1, le=4096, description="topk: entries kept of every 4,096")
     residual_decay: float = Field(0.95, ge=0, le=1, description="topk: beta of the error feedback e = beta e + d")
@@ -168,10 +202,17 @@ class CodecTable(Table):
 class StreamingTable(Table):
     """Fragments and overlap (Streaming DiLoCo, arXiv 2501.18512). One fragment and no overlap is plain DiLoCo."""
 
-    fragments: Positive = Field(1, description="fragments (P) that synchronise one after the other; embeddings, final norm and head are one of them")
-    order: Literal["strided", "sequential"] = Field("strided", description="which transformer blocks form a fragment: every (P-1)-th, or neighbours")
+    fragments: Positive = Field(
+        1, description="fragments (P) that synchronise one after the other; embeddings, final norm and head are one of them"
+    )
+    order: Literal["strided", "sequential"] = Field(
+        "strided", description="which transformer blocks form a fragment: every (P-1)-th, or neighbours"
+    )
     overlap: int = Field(0, ge=0, description="local steps (tau) between sending a fragment and merging the result")
-    merge: Literal["mix", "keep", "eager"] = Field("keep", description="mix: x = alpha x + (1 - alpha) g; keep: x = g + progress since sent; eager: overlap of a whole round with the own stale part swapped for the fresh one (arXiv 2502.12996)")
+    merge: Literal["mix", "keep", "eager"] = Field(
+        "keep",
+        description="mix: x = alpha x + (1 - alpha) g; keep: x = g + progress since sent; eager: overlap of a whole round with the own stale part swapped for the fresh one (arXiv 2502.12996)",
+    )
     alpha: float = Field(0.5, ge=0, le=1, description="mix: share of the local parameters that is kept")
 
 
@@ -179,7 +220,9 @@ class ClusterEvent(Table):
     """A planned event of a simulated cluster, by local step of the run."""
 
     cluster: int = Field(ge=0, description="cluster's number, from 0")
-    kind: Literal["leave", "join", "late"] = Field(description="leave, join, or late (not ready for the rounds that close in the window)")
+    kind: Literal["leave", "join", "late"] = Field(
+        description="leave, join, or late (not ready for the rounds that close in the window)"
+    )
     step: int = Field(ge=0, description="local step of the run at which it happens")
     until: int | None = Field(None, ge=0, description="late: local step at which the cluster is ready again")
 
@@ -191,8 +234,13 @@ class ClustersTable(Table):
     quorum: Positive | None = Field(None, description="clusters (K) that must be ready to close a round; all when left out")
     grace: int = Field(0, ge=0, description="local steps that a round stays open for late clusters once the quorum is ready")
     speeds: tuple[float, ...] = Field((), description="relative speed of each cluster, at most 1; all equal when left out")
-    pace: Literal["wait", "train", "scale"] = Field("wait", description="a cluster that is ready before the round closes: wait (stand still), train (go on; weights follow the tokens); or scale (H in proportion to speed, so that all are ready together)")
-    join_state: Literal["fresh", "peer"] = Field("fresh", description="a joiner's AdamW state: fresh with a short warm-up, or taken from a peer")
+    pace: Literal["wait", "train", "scale"] = Field(
+        "wait",
+        description="a cluster that is ready before the round closes: wait (stand still), train (go on; weights follow the tokens); or scale (H in proportion to speed, so that all are ready together)",
+    )
+    join_state: Literal["fresh", "peer"] = Field(
+        "fresh", description="a joiner's AdamW state: fresh with a short warm-up, or taken from a peer"
+    )
     join_warmup_steps: int = Field(20, ge=0, description="local steps of linear warm-up of a joiner with fresh state")
     events: tuple[ClusterEvent, ...] = Field((), description="planned leaves, joins and late rounds")
 
@@ -218,7 +266,9 @@ class EvalTable(Table):
 
 
 class CheckpointTable(Table):
-    every: Positive | None = Field(None, description="local steps between checkpoints; only at the end and on Ctrl-C when left out")
+    every: Positive | None = Field(
+        None, description="local steps between checkpoints; only at the end and on Ctrl-C when left out"
+    )
     keep: Positive = Field(2, description="checkpoints kept; the oldest goes first")
 
 
@@ -241,9 +291,13 @@ class Spec(Table):
     def _streaming_fits(self) -> Spec:
         streaming, every_h = self.streaming, [self.train.local_steps, *(h for _, h in self.train.local_steps_schedule)]
         if any(h % streaming.fragments for h in every_h):
-            raise ValueError(f"train.local_steps {every_h} must be multiples of streaming.fragments {streaming.fragments}, so that fragments take even turns")
+            raise ValueError(
+                f"train.local_steps {every_h} must be multiples of streaming.fragments {streaming.fragments}, so that fragments take even turns"
+            )
         if streaming.overlap > min(every_h):
             raise ValueError(f"streaming.overlap {streaming.overlap} is longer than a round of {min(every_h)} local steps")
         if streaming.merge == "eager" and any(h != streaming.overlap for h in every_h):
-            raise ValueError("streaming.merge 'eager' is for an overlap of one whole round: set streaming.overlap to train.local_steps")
+            raise ValueError(
+                "streaming.merge 'eager' is for an overlap of one whole round: set streaming.overlap to train.local_steps"
+            )
         return self

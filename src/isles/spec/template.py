@@ -28,6 +28,21 @@ def render_spec(spec: Spec, *, head: str = "") -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
+def render_reference() -> str:
+    """docs/spec.md: every key with its type, default and meaning, in Markdown."""
+    lines = ["# run.toml", "", "Every key, made from the spec itself by `python -m isles.spec.template`. All have defaults but `[model]`.", ""]
+    for name, field in Spec.model_fields.items():
+        table = field.annotation
+        assert isinstance(table, type) and issubclass(table, BaseModel)
+        about = (table.__doc__ or "").strip().splitlines()
+        lines += [f"## [{name}]", "", *([about[0], ""] if about else []), "| key | default | meaning |", "| --- | --- | --- |"]
+        for key, entry in table.model_fields.items():
+            default = "none" if entry.default is None else _toml(entry.default)
+            lines.append(f"| `{key}` | `{default}` | {(entry.description or '').replace('|', chr(92) + '|')} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def _line(key: str, value: Any, field: Any) -> str:
     default = None if field.default is PydanticUndefined else field.default
     unset = value == default
@@ -47,3 +62,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)
+
+
+if __name__ == "__main__":
+    print(render_reference(), end="")

@@ -82,7 +82,9 @@ class CheckpointStore:
             _sync(self.folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"checkpoint of step {step} could not be written to {self.folder}: {error}; earlier ones are untouched, free some space and resume") from error
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written to {self.folder}: {error}; earlier ones are untouched, free some space and resume"
+            ) from error
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
         return final
@@ -121,9 +123,13 @@ class CheckpointStore:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}){self._instead(folder, steps)}") from error
         if version != FORMAT:
-            raise CheckpointError(f"{path} is of format {version}, this isles reads format {FORMAT}; use the isles that wrote it")
+            raise CheckpointError(
+                f"{path} is of format {version}, this isles reads format {FORMAT}; use the isles that wrote it"
+            )
         if run != self.run_digest:
-            raise CheckpointError(f"{path} belongs to another run: its spec, data or model differ from the one given; resume with the run.toml it was started with, or choose another --out")
+            raise CheckpointError(
+                f"{path} belongs to another run: its spec, data or model differ from the one given; resume with the run.toml it was started with, or choose another --out"
+            )
         if not whole:
             raise CheckpointError(f"{path} lists files without size and hash{self._instead(folder, steps)}")
         return manifest

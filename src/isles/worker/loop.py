@@ -73,11 +73,11 @@ class Trainer:
         micro_batch_size: sequences per forward pass, the spec's when left out."""
         tokens = torch.as_tensor(batch).to(self.device, non_blocking=True)
         size = micro_batch_size or self._train.micro_batch_size or tokens.shape[0]
-        parts = tokens.split(size)
+        parts = torch.split(tokens, size)
         losses = []
         for part in parts:
             loss = self._loss(part) * (part.shape[0] / tokens.shape[0])
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
             losses.append(loss.detach())
         limit = self._optimizer_table.clip_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)

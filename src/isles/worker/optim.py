@@ -50,7 +50,9 @@ class InnerOptimizer:
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         if groups:
             fused = all(p.device.type in ("cpu", "cuda", "mps") for _, p in named)
-            self._parts.append((torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=fused), table.lr))
+            self._parts.append(
+                (torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=fused), table.lr)
+            )
         if matrices:
             muon = torch.optim.Muon(matrices, lr=table.muon_lr, momentum=table.muon_momentum, weight_decay=table.weight_decay)
             self._parts.append((muon, table.muon_lr))

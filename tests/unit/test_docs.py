@@ -1,0 +1,111 @@
+"""The documents tell the truth: every command they show runs, every file they name exists, the reference is current."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.spec.template import render_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SMALL = ["--set", "run.steps=20", "--set", "train.local_steps=5", "--set", "eval.sequences=8", "--set", "optimizer.warmup_steps=5"]
+MADE_ELSEWHERE = {"make demo", "make test", "lint-imports"}  # by CI itself, and by hand
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return [body for name, body in FENCE.findall(page.read_text()) if name == language]
+
+
+def _commands(page: Path) -> list[str]:
+    lines = [line.split("  #")[0].strip() for body in _blocks(page, "sh") for line in body.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the one a reader has: some documents of their own, and a run.toml over little text."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "docs" / "deep").mkdir(parents=True)
+    for i in range(40):
+        (folder / "docs" / "deep" / f"{i}.md").write_text(f"# Page {i}\n\n" + "An island is land with water all around it. " * 40)
+    subprocess.run([sys.executable, "-m", "isles", "init", str(folder)], check=True, env=_environment(), capture_output=True)
+    text = (folder / "run.toml").read_text().replace('"python:stdlib"', '"docs"')
+    (folder / "run.toml").write_text(text)
+    return folder
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
+    for command in _commands(page):
+        words = shlex.split(command)
+        if command in MADE_ELSEWHERE:
+            assert words[0] == "lint-imports" or f"{words[1]}:" in (ROOT / "Makefile").read_text()
+            continue
+        if words[:2] == ["isles", "simulate"]:
+            words += SMALL
+        if words[0] == "isles":
+            words = [sys.executable, "-m", *words]
+        elif words[0] == "python":
+            words = [sys.executable, str(ROOT / words[1]), "--help"]  # measurements are long: their options must parse
+        else:
+            pytest.fail(f"{page.name} shows {command!r}, which this test does not know how to run")
+        done = subprocess.run(words, cwd=workplace, env=_environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.name)
+def test_every_python_example_runs(page: Path, workplace: Path) -> None:
+    assert (workplace / "demo" / "run.toml").exists(), "the README's commands run first"
+    for body in _blocks(page, "python"):
+        done = subprocess.run([sys.executable, "-c", body], cwd=workplace, env=_environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_file_named_in_code_style_exists(page: Path) -> None:
+    for path in re.findall(r"`((?:src|tests|docs|recipes|benchmarks)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_reference_of_run_toml_is_current() -> None:
+    assert (ROOT / "docs" / "spec.md").read_text() == render_reference(), "run: python -m isles.spec.template > docs/spec.md"
+
+
+def test_every_recipe_is_a_valid_spec() -> None:
+    import importlib.util
+    import tomllib
+
+    from isles.spec import load_spec, spec_from
+
+    loader = importlib.util.spec_from_file_location("campaign", ROOT / "benchmarks" / "campaign.py")
+    assert loader and loader.loader
+    campaign = importlib.util.module_from_spec(loader)
+    sys.modules["campaign"] = campaign
+    loader.loader.exec_module(campaign)
+    for path in sorted((ROOT / "recipes").glob("*.toml")):
+        recipe = tomllib.loads(path.read_text())
+        if "runs" not in recipe:
+            load_spec(path)
+            continue
+        jobs = list(campaign.expand(recipe))
+        assert len({job.key for job in jobs}) == len(jobs), f"{path.name} names a run twice"
+        for job in jobs:
+            spec_from(job.tables)
