@@ -16,7 +16,16 @@ from isles.spec.template import render_reference
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SMALL = ["--set", "run.steps=20", "--set", "train.local_steps=5", "--set", "eval.sequences=8", "--set", "optimizer.warmup_steps=5"]
+SMALL = [
+    "--set",
+    "run.steps=20",
+    "--set",
+    "train.local_steps=5",
+    "--set",
+    "eval.sequences=8",
+    "--set",
+    "optimizer.warmup_steps=5",
+]
 MADE_ELSEWHERE = {"make demo", "make test", "lint-imports"}  # by CI itself, and by hand
 
 
@@ -35,7 +44,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     (folder / "docs" / "deep").mkdir(parents=True)
     for i in range(40):
-        (folder / "docs" / "deep" / f"{i}.md").write_text(f"# Page {i}\n\n" + "An island is land with water all around it. " * 40)
+        (folder / "docs" / "deep" / f"{i}.md").write_text(
+            f"# Page {i}\n\n" + "An island is land with water all around it. " * 40
+        )
     subprocess.run([sys.executable, "-m", "isles", "init", str(folder)], check=True, env=_environment(), capture_output=True)
     text = (folder / "run.toml").read_text().replace('"python:stdlib"', '"docs"')
     (folder / "run.toml").write_text(text)
@@ -69,7 +80,9 @@ def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
 def test_every_python_example_runs(page: Path, workplace: Path) -> None:
     assert (workplace / "demo" / "run.toml").exists(), "the README's commands run first"
     for body in _blocks(page, "python"):
-        done = subprocess.run([sys.executable, "-c", body], cwd=workplace, env=_environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", body], cwd=workplace, env=_environment(), capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
 
 

@@ -29,7 +29,7 @@ def load_run(folder: Path, step: int | None) -> tuple[torch.nn.Module, torch.Ten
     run = RunFolder(folder)
     model, values, at = run.load_model(step)
     trained_as = Layout.from_dict(run.read_run()["layout"])
-    return model, remap(values, trained_as, Layout.of(model)), load_tokenizer(str(run.tokenizer), folder), at
+    return model, remap(values, trained_as, Layout.of(model)), load_tokenizer(str(run.tokenizer.resolve()), folder), at
 
 
 def load_for_sampling(folder: Path, step: int | None) -> tuple[torch.nn.Module, Tokenizer]:
@@ -42,7 +42,7 @@ def load_for_sampling(folder: Path, step: int | None) -> tuple[torch.nn.Module, 
         FlatParameters(model, Layout.of(model)).copy_from(values, 0, values.numel())
         return model, tokenizer
     if (folder / "config.json").exists():
-        return load_exported(folder), load_tokenizer(str(folder), folder)
+        return load_exported(folder), load_tokenizer(str(folder.resolve()), folder)
     raise UsageError(
         f"{folder} is neither a run's folder nor an exported model; name the --out of `isles simulate` or `isles export`"
     )

@@ -161,7 +161,7 @@ def topk_fits(payload: Bytes, count: int, k: int) -> bool:
         length = min(SPARSE_BLOCK, count - start)
         entries = min(k, (k * length + SPARSE_BLOCK - 1) // SPARSE_BLOCK)
         size = 4 + (12 * entries + 7) // 8 + (2 * entries + 7) // 8
-        block, previous = payload[at : at + size], -1
+        block, previous = payload[at : at + size], np.int64(-1)
         low, high = np.int64(block[0]) | np.int64(block[1]) << 8, np.int64(block[2]) | np.int64(block[3]) << 8
         if not low <= high < 0x7F80:
             return False
