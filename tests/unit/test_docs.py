@@ -77,11 +77,13 @@ def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.name)
-def test_every_python_example_runs(page: Path, workplace: Path) -> None:
-    assert (workplace / "demo" / "run.toml").exists(), "the README's commands run first"
+def test_every_python_example_runs(page: Path, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "isles", "init", "demo"], check=True, cwd=tmp_path, env=_environment(), capture_output=True
+    )
     for body in _blocks(page, "python"):
         done = subprocess.run(
-            [sys.executable, "-c", body], cwd=workplace, env=_environment(), capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", body], cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
 

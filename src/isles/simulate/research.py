@@ -162,8 +162,8 @@ class Simulation:
 def simulate(
     spec: Spec,
     *,
-    base: Path = Path(),
-    out: Path | None = None,
+    base: Path | str = ".",
+    out: Path | str | None = None,
     baseline: Baseline = "none",
     resume: bool = False,
     checkpoint: int | None = None,
@@ -186,7 +186,7 @@ def simulate(
         SpecError, DataError, ModelError: the spec cannot be run. UsageError: `out` holds something else.
         CheckpointError: a checkpoint is missing, damaged or of another run. DivergedError: the loss is no number any more.
     """
-    folder = RunFolder(out) if out else None
+    base, folder = Path(base), RunFolder(Path(out)) if out else None
     if folder:
         folder.begin(resume=resume)
     run = Simulation(spec, base=base, baseline=baseline, on_prepare=on_prepare)
@@ -237,6 +237,6 @@ def _fixed_batches(held_out: Dataset, sequences: int, size: int) -> list[NDArray
     return [held_out.batch(chosen[i : i + size]) for i in range(0, chosen.size, size)]
 
 
-def records(out: Path) -> list[StepRecord]:
+def records(out: Path | str) -> list[StepRecord]:
     """All records of a run's folder."""
-    return list(read_records(RunFolder(out).metrics))
+    return list(read_records(RunFolder(Path(out)).metrics))
