@@ -16,8 +16,9 @@ from isles.spec.tables import Spec
 MAX_BYTES = 1 << 20  # a run.toml is a few KiB; anything this large is another file
 
 
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
+def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> Spec:
     """Read a run.toml and apply overrides such as `train.local_steps=50`. Raises SpecError."""
+    path = Path(path)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is larger than a run.toml can be; is it another file?")
