@@ -104,15 +104,14 @@ class Codec(ABC):
         source = self._source(base, local, residual, offset, seed)
         size = self.encoded_size(count)
         target = np.empty(size, np.uint8) if out is None else _buffer(out, size)
-        chunk = (
-            target if target.ctypes.data % 4 == 0 else np.empty(size, np.uint8)
-        )  # the loops write whole fp32 and bf16 values
+        aligned = target.ctypes.data % 4 == 0  # the loops write whole fp32 and bf16 values
+        chunk = target if aligned else np.empty(size, np.uint8)
         chunk[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
         bad = self._pack(source, chunk[HEADER_BYTES:])
         if bad >= 0:
             values = source.values(bad, max(kernels.STRIP, self.block_size), self.residual_decay)
             raise first_refused(values, offset + bad, self.name)
-        if chunk is not target:
+        if not aligned:
             target[:] = chunk
         return target.data
 
@@ -146,26 +145,29 @@ class Codec(ABC):
 class PlainCodec(Codec):
     """fp32 and bf16: a number for a number."""
 
-    def _view(self, payload: Bytes) -> NDArray[Any]:
-        numbers = payload.view(np.float32 if self.name == "fp32" else np.uint16)
-        return np.require(numbers, requirements="A")  # copies what a buffer on the receiving side has at an odd address
+    def _numbers(self, payload: Bytes) -> NDArray[Any]:
+        return payload.view(np.float32 if self.name == "fp32" else np.uint16)
+
+    def _received(self, payload: Bytes) -> NDArray[Any]:
+        return _readonly(np.require(self._numbers(payload), requirements="A"))  # a copy of what arrived at an odd address
 
     def _pack(self, source: Source, payload: Bytes) -> int:
         pack = kernels.encode_fp32 if self.name == "fp32" else kernels.encode_bf16
-        return int(pack(source.base, source.local, source.step, _largest(self.name), self._view(payload)))
+        return int(pack(source.base, source.local, source.step, _largest(self.name), self._numbers(payload)))
 
     def _fits(self, payload: Bytes, count: int) -> bool:  # noqa: ARG002
-        numbers = self._view(payload)
-        return bool(kernels.finite_fp32(numbers.view(np.int32)) if self.name == "fp32" else kernels.finite_bf16(numbers))
+        if self.name == "fp32":
+            return bool(kernels.finite_fp32(self._received(payload).view(np.int32)))
+        return bool(kernels.finite_bf16(self._received(payload)))
 
     def _unpack(self, payload: Bytes, out: Floats) -> None:
         if self.name == "fp32":
-            np.copyto(out, self._view(payload))
+            np.copyto(out, self._numbers(payload))
         else:
-            kernels.decode_bf16(self._view(payload), out)
+            kernels.decode_bf16(self._received(payload), out)
 
     def _add(self, payload: Bytes, weight: np.float32, total: Floats) -> None:
-        (kernels.add_fp32 if self.name == "fp32" else kernels.add_bf16)(_readonly(self._view(payload)), weight, total)
+        (kernels.add_fp32 if self.name == "fp32" else kernels.add_bf16)(self._received(payload), weight, total)
 
 
 class BlockCodec(Codec):

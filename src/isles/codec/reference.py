@@ -51,6 +51,8 @@ def encode(
         block_size = table.block_size or _DEFAULT_BLOCK[table.name]
     if bool((_bits(d) & 0x7FFFFFFF > LARGEST_BITS[table.name]).any()):
         raise first_refused(d.numpy(), offset, table.name)
+    if d.numel() == 0:
+        return pack_header(table.name, 0, offset, block_size, k)
     if table.name == "fp32":
         payload = d.view(torch.uint8)
     elif table.name == "bf16":
@@ -102,7 +104,7 @@ def _bf16_up(values: Tensor) -> Tensor:
 
 def _encode_blocks(d: Tensor, noise: Tensor, name: CodecName, block_size: int) -> Tensor:
     rows, top = _rows(d, block_size), torch.tensor(float(TOP_CODE[name]))
-    absmax = rows.abs().amax(1) if rows.numel() else rows.new_zeros(0)
+    absmax = rows.abs().amax(1)
     scale = _bf16_up(absmax / top)
     next_scale = (_bits(scale) + 0x10000).view(torch.float32)
     scale = torch.where(scale * top < absmax, next_scale, scale)
@@ -170,8 +172,7 @@ def _key(seed: int, high: int) -> int:
 
 def _encode_sparse(e: Tensor, k: int) -> Tensor:
     """Encodes e and takes what is sent out of it."""
-    parts = [_encode_sparse_block(block, kept(k, block.numel())) for block in torch.split(e, SPARSE_BLOCK) if block.numel()]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+    return torch.cat([_encode_sparse_block(block, kept(k, block.numel())) for block in torch.split(e, SPARSE_BLOCK)])
 
 
 def _encode_sparse_block(e: Tensor, entries: int) -> Tensor:
@@ -212,11 +213,10 @@ def _decode_sparse(payload: Tensor, count: int, k: int) -> Tensor:
     for block in torch.split(values, SPARSE_BLOCK):
         entries = kept(k, block.numel())
         ends = [at + 4, at + 4 + -(-12 * entries // 8), at + 4 + -(-12 * entries // 8) + -(-2 * entries // 8)]
-        if entries:
-            levels = payload[at : ends[0]].clone().view(torch.bfloat16).float()  # a copy lies at an even address
-            positions = _unpack_bits(payload[ends[0] : ends[1]], 12, entries)
-            codes = _unpack_bits(payload[ends[1] : ends[2]], 2, entries)
-            level = torch.where(codes >= 2, levels[1], levels[0])
-            block[positions] += torch.where(codes % 2 == 1, -level, level)
-            at = ends[2]
+        levels = payload[at : ends[0]].clone().view(torch.bfloat16).float()  # a copy lies at an even address
+        positions = _unpack_bits(payload[ends[0] : ends[1]], 12, entries)
+        codes = _unpack_bits(payload[ends[1] : ends[2]], 2, entries)
+        level = torch.where(codes >= 2, levels[1], levels[0])
+        block[positions] += torch.where(codes % 2 == 1, -level, level)
+        at = ends[2]
     return values
