@@ -8,7 +8,8 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint install clean
 
 demo: $(READY)
-	$(BIN)/isles simulate recipes/demo.toml --compare --out runs/demo --resume
+	$(BIN)/isles init --force runs/demo
+	$(BIN)/isles simulate runs/demo/run.toml --compare --out runs/demo/out --resume
 
 test: $(READY) lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
