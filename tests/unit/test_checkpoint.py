@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -126,15 +125,13 @@ while True:
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for delay in (0.0, 0.011, 0.023):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            for _ in range(2):
-                said = int(process.stdout.readline())
-            time.sleep(delay)
-            os.kill(process.pid, signal.SIGKILL)
-        finally:
-            process.kill()
-            process.wait()
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                for _ in range(2):
+                    said = int(process.stdout.readline())
+                time.sleep(delay)
+            finally:
+                process.send_signal(signal.SIGKILL)
         loaded = CheckpointStore(folder, run_digest="abc").load()
         assert loaded.step >= said and torch.all(loaded.tensors["global"]["values"] == loaded.state["step"])

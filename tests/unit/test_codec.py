@@ -147,6 +147,29 @@ def test_stochastic_rounding_depends_on_seed_and_position_not_on_how_the_vector_
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_largest_value_of_a_block_never_leaves_the_codes(name: str) -> None:
+    """Every position has its own noise and there are 65,536 of them, so a chunk of nothing but the largest value meets all.
+    1 / 1.3046875 in fp32, rounded to nearest, is too large: it makes the value 127.00001. Rounded down it makes it 126.99999, which
+    one position in 65,536 may round to 126."""
+    top = {"int8": 127, "int4": 7}[name]
+    for scale in (1.0, 1.3046875, 1.9921875):
+        values = np.full(CHUNK_VALUES, top * scale, np.float32)
+        codes = decode(codec_of(name, rounding="stochastic").encode(values)) / np.float32(scale)
+        assert codes.max() == top and codes.min() >= top - 1
+        assert (codes == top).mean() > 1 - 1e-4
+
+
+def test_a_scale_is_never_below_its_share_of_the_largest_value() -> None:
+    """For every bf16 scale s: a block whose largest value is the fp32 just above 127 s takes the next scale."""
+    scales = np.float32(1) + np.arange(128, dtype=np.float32) / np.float32(128)
+    for name, top in (("int8", 127), ("int4", 7)):
+        values = np.nextafter(np.float32(top) * scales, np.float32(np.inf)).repeat(32)
+        chunk = codec_of(name, block_size=32).encode(values)
+        stored = np.frombuffer(chunk, np.uint16, offset=32, count=128).astype(np.uint32) << 16
+        np.testing.assert_array_equal(stored.view(np.float32), np.append(scales[1:], np.float32(2)))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("clusters", [2, 8])
 def test_an_average_of_clusters_is_unbiased(name: str, clusters: int) -> None:
     """|mean error| under 1e-4 sigma, as the sum of decoded contributions; 6 standard errors of the test itself are 5e-5 or less."""

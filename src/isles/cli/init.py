@@ -25,7 +25,7 @@ STARTER = {
     "run": {"name": "demo", "steps": 1500},
     "model": {"family": "llama", "parameters": "0.13M"},
     "data": {"path": "data", "inputs": ["python:stdlib"], "sequence_length": 64},
-    "train": {"local_steps": 10, "batch_size": 8},
+    "train": {"local_steps": 10, "batch_size": 8, "threads": 1},  # at this size a second thread costs more than it gives
     "optimizer": {"lr": 8e-3, "warmup_steps": 300},
     "outer": {"lr": 0.9, "momentum": 0.3},
     "codec": {"name": "int4"},

@@ -20,16 +20,13 @@ it needs no state, can be repeated, and does not depend on how the vector was cu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from isles.jit import kernel
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 STRIP = 256  # values fp32 and bf16 look at before they say that one of them is not finite
 
@@ -38,15 +35,6 @@ SIGNLESS = i32(0x7FFFFFFF)
 INFINITY = i32(0x7F800000)
 SMALLEST_NORMAL = i32(0x00800000)
 ROUND = f32(12582912.0)  # 1.5 * 2**23
-
-
-def kernel(function: Function) -> Function:
-    """Compile at the first call, without the interpreter's lock, and keep the result on disk where numba finds a folder for it
-    (NUMBA_CACHE_DIR, beside the source, the user's cache); on a read-only machine compile anew in each process."""
-    try:
-        return cast(Function, njit(nogil=True, error_model="numpy", cache=True)(function))
-    except RuntimeError:  # "no locator available"
-        return cast(Function, njit(nogil=True, error_model="numpy")(function))
 
 
 @kernel
@@ -107,17 +95,18 @@ def highest_bits(b: Floats, x: Floats) -> np.int32:
 
 @kernel
 def scale_bits(highest: np.int32, top: np.float32) -> np.int32:
-    """highest / top, rounded up to bf16, as fp32 bits; 0 where that is not a normal number."""
-    absmax = as_float(highest)
-    bits = i32(i32(as_int(absmax / top) + i32(0xFFFF)) & i32(-0x10000))
-    if as_float(bits) * top < absmax:  # the product is exact: the quotient had been rounded down to a bf16
-        bits = i32(bits + i32(0x10000))
+    """highest / top, rounded up to bf16, as fp32 bits; 0 where that is not a normal number.
+
+    The quotient itself is rounded to nearest, but never down onto a bf16: the next fp32 above top * s lies 64/127 or 4/7 of the
+    quotient's last place above s, which is more than half of it."""
+    bits = i32(i32(as_int(as_float(highest) / top) + i32(0xFFFF)) & i32(-0x10000))
     return bits if bits >= SMALLEST_NORMAL else i32(0)
 
 
 @kernel
 def reciprocal(bits: np.int32) -> np.float32:
-    """1 / scale, rounded down; 0 for a scale of 0."""
+    """1 / scale, rounded down; 0 for a scale of 0. Rounded up, absmax / scale could reach 127.00001, which the largest noise of
+    stochastic rounding takes to 128: a byte that says -128."""
     if bits == 0:
         return f32(0)
     scale = as_float(bits)

@@ -106,8 +106,6 @@ def _encode_blocks(d: Tensor, noise: Tensor, name: CodecName, block_size: int) -
     rows, top = _rows(d, block_size), torch.tensor(float(TOP_CODE[name]))
     absmax = rows.abs().amax(1)
     scale = _bf16_up(absmax / top)
-    next_scale = (_bits(scale) + 0x10000).view(torch.float32)
-    scale = torch.where(scale * top < absmax, next_scale, scale)
     scale = torch.where(scale < 2.0**-126, torch.zeros(()), scale)
     inverse = 1 / scale
     above = inverse.double() * scale.double() > 1

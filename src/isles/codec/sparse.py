@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isles.codec.format import SPARSE_BLOCK
-from isles.codec.kernels import SIGNLESS, STRIP, Bytes, Floats, as_float, as_int, f32, i32, kernel, read_bf16
+from isles.codec.kernels import SIGNLESS, STRIP, Bytes, Floats, as_float, as_int, f32, i32, read_bf16
+from isles.jit import kernel
 
 Positions = NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.codec import CHUNK_VALUES, Chunk, Codec, decode, decode_accumulate
+from isles.codec import CHUNK_VALUES, Chunk, Codec, NonFiniteError, decode, decode_accumulate
 from isles.outer import contribution_weights, radial_rescale, radial_weights, tensor_norms
 from isles.spec import OuterTable
 
@@ -59,12 +59,19 @@ def encode_contribution(
     """Encode base - local, chunk by chunk.
 
     base, local: fp32, shape [fragment]; start: the fragment's first position in the canonical flat layout; residual: error
-    feedback of codecs that need it, fp32 of the same shape, updated in place. Raises NonFiniteError at NaN or infinity."""
-    chunks = []
-    for first in range(0, base.size, CHUNK_VALUES):
-        part = slice(first, min(first + CHUNK_VALUES, base.size))
-        rest = None if residual is None else residual[part]
-        chunks.append(codec.encode(base[part], local[part], offset=start + first, seed=seed, residual=rest))
+    feedback of codecs that need it, fp32 of the same shape, updated in place. Raises NonFiniteError
+    at NaN or infinity; the residual is then as it was."""
+    chunks: list[Chunk] = []
+    before = None if residual is None else residual.copy()
+    try:
+        for first in range(0, base.size, CHUNK_VALUES):
+            part = slice(first, min(first + CHUNK_VALUES, base.size))
+            rest = None if residual is None else residual[part]
+            chunks.append(codec.encode(base[part], local[part], offset=start + first, seed=seed, residual=rest))
+    except NonFiniteError:
+        if residual is not None and before is not None:
+            np.copyto(residual, before)  # earlier chunks have been taken out of it, and now nothing is sent
+        raise
     return Contribution(cluster, tokens, tuple(chunks))
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from isles.jit import kernel
 from isles.spec import OuterTable
 
 Floats = NDArray[np.float32]
@@ -34,7 +34,7 @@ def contribution_weights(table: OuterTable, tokens: Sequence[int]) -> list[float
     return [w / total for w in raw]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kernel
 def _sum_of_squares(values: Floats) -> float:
     total = 0.0  # fp64, in order: the same bits on every machine
     for i in range(values.size):

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
+from isles.jit import kernel
 from isles.spec import OuterTable
 
 Floats = NDArray[np.float32]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]  # no fastmath: the same bits on every machine
+@kernel
 def _nesterov(values: Floats, buffer: Floats, gradient: Floats, lr: np.float32, momentum: np.float32) -> None:
     for i in range(values.size):
         b = momentum * buffer[i] + gradient[i]
@@ -35,7 +35,7 @@ def _nesterov(values: Floats, buffer: Floats, gradient: Floats, lr: np.float32, 
         values[i] -= lr * (gradient[i] + momentum * b)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kernel
 def _descent(values: Floats, gradient: Floats, lr: np.float32) -> None:
     for i in range(values.size):
         values[i] -= lr * gradient[i]

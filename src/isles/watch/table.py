@@ -7,12 +7,46 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from isles.metrics import Summary
-from isles.watch.units import human_bytes, human_count, human_seconds
+from isles.watch.labels import method_name, run_names
+from isles.watch.units import human_bytes, human_count, human_ratio, human_seconds
 
-_NAMES = {"diloco": "DiLoCo", "ddp": "data-parallel", "single": "one cluster alone"}
+_HEADS = {
+    "clusters": "clusters",
+    "H": "H",
+    "tokens": "tokens",
+    "loss": "held-out loss",
+    "perplexity": "perplexity",
+    "gap": "gap closed",
+    "sent": "sent a cluster",
+    "fewer": "fewer bytes",
+    "time": "time",
+    "speed": "tokens/s",
+}
+_SHORT = {key: f"\n{head}" for key, head in _HEADS.items()} | {  # two lines each; the shorter heads stand at the bottom
+    "loss": "held-out\nloss",
+    "gap": "gap\nclosed",
+    "sent": "sent a\ncluster",
+    "fewer": "fewer\nbytes",
+    "speed": "tokens\nper s",
+}
+# What is shown, from the widest terminal to the narrowest: the first that fits. What a comparison is for stays to the last.
+_LAYOUTS: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
+    (_HEADS, tuple(_HEADS)),
+    (_HEADS, ("clusters", "H", "tokens", "loss", "gap", "sent", "fewer", "time", "speed")),
+    (_SHORT, ("clusters", "H", "tokens", "loss", "gap", "sent", "fewer", "time", "speed")),
+    (_SHORT, ("tokens", "loss", "gap", "sent", "fewer", "time", "speed")),
+    (_SHORT, ("tokens", "loss", "gap", "sent", "fewer", "time")),
+    (_SHORT, ("loss", "gap", "sent", "fewer")),
+    (_SHORT, ("loss", "sent", "fewer")),
+    (_SHORT, ("loss", "sent")),
+)
+_MARKDOWN = _LAYOUTS[1][1]
 
 
 def comparison_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
@@ -31,41 +65,83 @@ def comparison_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
             | {
                 "perplexity": math.exp(min(s.held_out_loss, 700.0)),
                 "gap_closed": closed,
-                "fewer_bytes": ddp.bytes / s.bytes if ddp and s.bytes else None,
+                "fewer_bytes": ddp.bytes / s.bytes if ddp and ddp.bytes and s.bytes else None,
             }
         )
     return rows
 
 
-def comparison_table(summaries: Sequence[Summary]) -> Table:
-    """The rows as a table for the terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.add_column("run", no_wrap=True)
-    for name in ("clusters", "H", "tokens", "held-out loss", "gap closed", "sent a cluster", "fewer bytes", "time", "tokens/s"):
-        table.add_column(name, justify="right")
-    for row in comparison_rows(summaries):
-        table.add_row(*_cells(row))
-    return table
+class ComparisonTable:
+    """The rows as a table for the terminal: as many columns as its width holds, none of them cut."""
+
+    def __init__(self, summaries: Sequence[Summary]) -> None:
+        self._rows = comparison_rows(summaries)
+        self._names = run_names(summaries)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(width=10_000)
+        table = self.table(*_LAYOUTS[0])
+        for heads, columns in _LAYOUTS:
+            table = self.table(heads, columns)
+            if table.__rich_measure__(console, unbounded).maximum <= options.max_width:
+                break
+        yield table
+
+    def table(self, heads: dict[str, str], columns: Sequence[str]) -> Table:
+        """The table with these columns. What has none of its own (clusters, H) stands below the run's name."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold", border_style="dim")
+        table.add_column("\nrun" if heads is _SHORT else "run", overflow="fold", max_width=36)
+        for key in columns:
+            table.add_column(heads[key], justify="right", no_wrap=True)
+        losses = [row["held_out_loss"] for row in self._rows]
+        best = min(losses) if len(losses) > 1 else None
+        for row, name in zip(self._rows, self._names, strict=True):
+            cells = _cells(row)
+            style = "bold green" if row["held_out_loss"] == best else ""
+            table.add_row(
+                _run_cell(row, name, columns),
+                *[Text(cells[key], style=style if key in ("loss", "perplexity") else "") for key in columns],
+            )
+        return table
+
+
+def comparison_table(summaries: Sequence[Summary]) -> ComparisonTable:
+    """The rows as a table that rich prints."""
+    return ComparisonTable(summaries)
 
 
 def comparison_markdown(summaries: Sequence[Summary]) -> str:
     """The same as a Markdown table."""
-    head = ["run", "clusters", "H", "tokens", "held-out loss", "gap closed", "sent a cluster", "fewer bytes", "time", "tokens/s"]
-    lines = [head, ["---"] * len(head), *(_cells(row) for row in comparison_rows(summaries))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [["run", *(_HEADS[key] for key in _MARKDOWN)], ["---", *("--:" for _ in _MARKDOWN)]]
+    for row, name in zip(comparison_rows(summaries), run_names(summaries), strict=True):
+        cells = _cells(row)
+        lines.append([name + _stopped(row), *(cells[key] for key in _MARKDOWN)])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    name = _NAMES.get(row["method"], row["method"]) + ("" if row["complete"] else f" (stopped at step {row['steps']:,})")
-    return [
-        name,
-        str(row["clusters"]),
-        str(row["local_steps"]) if row["method"] == "diloco" else "-",
-        human_count(row["tokens"]),
-        f"{row['held_out_loss']:.4f}",
-        "-" if row["gap_closed"] is None else f"{100 * row['gap_closed']:.0f}%",
-        human_bytes(row["bytes"] / row["clusters"]),
-        "-" if row["fewer_bytes"] is None else f"{row['fewer_bytes']:.0f}x",
-        human_seconds(row["seconds"]),
-        human_count(row["tokens_per_second"]),
-    ]
+def _stopped(row: dict[str, Any]) -> str:
+    return "" if row["complete"] else f" (stopped at step {row['steps']:,})"
+
+
+def _run_cell(row: dict[str, Any], name: str, columns: Sequence[str]) -> Text:
+    cell = Text(name)
+    if "clusters" not in columns and "gap" in columns and row["method"] == "diloco" and " = " not in name:
+        cell.append(f"\n{row['clusters']} clusters, H = {row['local_steps']}", style="dim")
+    if not row["complete"]:
+        cell.append(f"\nstopped at step {row['steps']:,}", style="yellow")
+    return cell
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "clusters": str(row["clusters"]),
+        "H": f"{row['local_steps']:,}" if row["method"] == "diloco" else "-",
+        "tokens": human_count(row["tokens"]),
+        "loss": f"{row['held_out_loss']:.4f}",
+        "perplexity": f"{row['perplexity']:,.2f}" if row["perplexity"] < 1e6 else f"{row['perplexity']:.1e}",
+        "gap": "-" if row["gap_closed"] is None else f"{100 * row['gap_closed']:.0f}%",
+        "sent": human_bytes(row["bytes"] / row["clusters"]) if row["bytes"] else "nothing",
+        "fewer": "-" if row["fewer_bytes"] is None else human_ratio(row["fewer_bytes"]),
+        "time": human_seconds(row["seconds"]),
+        "speed": human_count(row["tokens_per_second"]),
+    }

@@ -1,0 +1,37 @@
+"""What a run is called when it stands beside others: as short as tells them apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from isles.metrics import Summary
+
+METHODS = {"diloco": "DiLoCo", "ddp": "data-parallel", "single": "one cluster alone"}
+
+
+def method_name(method: str) -> str:
+    return METHODS.get(method, method)
+
+
+def settings(summary: Summary) -> str:
+    """'4 clusters, H = 50'."""
+    clusters = f"{summary.clusters:,} cluster{'' if summary.clusters == 1 else 's'}"
+    return f"{clusters}, H = {summary.local_steps:,}" if summary.method == "diloco" else clusters
+
+
+def run_names(summaries: Sequence[Summary]) -> list[str]:
+    """A short name for each run.
+
+    The method, as 'DiLoCo', where the runs are one experiment; the run's own name where the methods repeat or the names differ, and
+    its seed where that alone is different."""
+    own = len({s.name for s in summaries}) > 1
+    names = [f"{s.name} ({method_name(s.method)})" if own else method_name(s.method) for s in summaries]
+    return _told_apart(_told_apart(names, [settings(s) for s in summaries]), [f"seed {s.seed}" for s in summaries])
+
+
+def _told_apart(names: list[str], by: list[str]) -> list[str]:
+    """The names, with `by` added to those that several runs share and that it tells apart."""
+    count = Counter(names)
+    kinds = {name: len({b for n, b in zip(names, by, strict=True) if n == name}) for name in count}
+    return [f"{name}, {b}" if count[name] > 1 and kinds[name] > 1 else name for name, b in zip(names, by, strict=True)]
