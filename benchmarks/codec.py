@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -218,7 +219,7 @@ def main() -> None:
     copy_speed = work.base.size / statistics.median(seconds(work.copy, len(work.parts)) for _ in range(args.repeats))
     speeds = [speed for label in args.codecs for speed in measure_speed(label, work, args.repeats)]
     costs = [measure_cost(label) for label in args.codecs]
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(speed_table(speeds, copy_speed))
     console.print(cost_table(costs))
     if args.json:

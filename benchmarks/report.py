@@ -191,6 +191,60 @@ def tuning(results: Path) -> str:
     return table(["method", "lr", "warm-up", "outer lr / momentum", "held-out loss"], lines) if lines else "not measured yet"
 
 
+def codec_speed(results: Path) -> str:
+    path = results / "codec.json"
+    if not path.exists():
+        return "not measured yet"
+    measured = json.loads(path.read_text())
+    lines = []
+    for s in measured["speeds"]:
+        bar = "" if s["bar"] is None else f"{s['bar']} ({'met' if s['ratio']['median'] >= s['bar'] else 'missed'})"
+        rate, torch_rate = s["values_per_second"], s["torch_values_per_second"]
+        lines.append(
+            [s["codec"], s["operation"], f"{rate / 1e9:.2f}", *_ratio(s["ratio"], 2), bar, f"{rate / torch_rate:.1f}x"]
+        )
+    copy = f"memcpy: {measured['copy_values_per_second'] / 1e9:.2f} billion values a second."
+    head = ["codec", "operation", "billion values/s", "of memcpy: min", "median", "max", "bar", "against torch"]
+    return f"{copy}\n\n{table(head, lines)}"
+
+
+def codec_cost(results: Path) -> str:
+    path = results / "codec.json"
+    if not path.exists():
+        return "not measured yet"
+    lines = []
+    for c in json.loads(path.read_text())["costs"]:
+        largest = max(abs(e) for e in c["mean_errors"].values())
+        dense = c["codec"] != "topk"
+        errors = [f"{c['rms_error']:.2e}", f"{largest:.1e}"] if dense else ["kept in the error feedback", "-"]
+        lines.append([c["codec"], f"{c['compression']:.2f}", *errors])
+    return table(
+        ["codec", "fp32 bytes over encoded", "rms error of a contribution", "largest mean error of the average of 2 to 8"],
+        lines,
+    )
+
+
+def worker_speed(results: Path) -> str:
+    path = results / "worker.json"
+    if not path.exists():
+        return "not measured yet"
+    lines = [
+        [
+            f"{r['parameters']:,}",
+            f"{r['worker_tokens_per_second']:,.0f}",
+            f"{r['bare_tokens_per_second']:,.0f}",
+            *_ratio(r["ratio"], 3),
+            "yes" if r["same_parameters"] else "NO",
+        ]
+        for r in json.loads(path.read_text())
+    ]
+    return table(["parameters", "worker tokens/s", "bare tokens/s", "ratio: min", "median", "max", "same bits"], lines)
+
+
+def _ratio(ratio: dict[str, float], digits: int) -> list[str]:
+    return [f"{ratio[k]:.{digits}f}" for k in ("min", "median", "max")]
+
+
 def draw_curve(results: Path, out: Path) -> None:
     """Held-out loss over H for each M, and over the bytes sent."""
     import matplotlib as mpl
@@ -258,6 +312,9 @@ def main() -> None:
         "long": curve(args.results, long=True),
         "sizes": sizes(args.results),
         "unequal": unequal(args.results),
+        "codec": codec_speed(args.results),
+        "cost": codec_cost(args.results),
+        "worker": worker_speed(args.results),
     }
     text = args.page.read_text()
     new = MARK.sub(lambda m: m[1] + tables[m[2]] + "\n" + m[3], text)

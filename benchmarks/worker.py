@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def main() -> None:
             f"{row['parameters']:,}", f"{row['worker_tokens_per_second']:,.0f}", f"{row['bare_tokens_per_second']:,.0f}",
             *(f"{ratio[k]:.3f}" for k in ("min", "median", "max")), "met" if ratio["median"] >= BAR else "missed", str(row["same_parameters"]),
         )  # fmt: skip
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

@@ -8,8 +8,10 @@ import sys
 import typer
 
 from isles.cli import compare, data, init, model, simulate
-from isles.cli.common import err
-from isles.errors import EXIT_INTERRUPTED, IslesError
+from isles.cli.common import Stopped, complain, err, flush, forget_output, print_any_character
+from isles.errors import EXIT_INTERRUPTED, IslesError, UsageError
+
+EXIT_PIPE = 141  # 128 + SIGPIPE: the reader of stdout went away
 
 app = typer.Typer(
     name="isles",
@@ -37,20 +39,47 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Entry point of `isles`."""
+    print_any_character()
     try:
-        app()
+        code = app(standalone_mode=False)
+        flush()
     except IslesError as error:
-        err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+        complain(str(error))
+        code = error.exit_code
+    except Stopped as stopped:
+        err.print(str(stopped), soft_wrap=True)
+        code = stopped.exit_code
+    except (typer.Abort, KeyboardInterrupt):
         err.print("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:  # `isles ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        forget_output()
+        code = EXIT_PIPE
+    except OSError as error:
+        complain(_outside(error))
+        forget_output()
+        code = IslesError.exit_code
+    except MemoryError:
+        complain("there is not enough memory; choose a smaller model, batch or number of clusters")
+        code = IslesError.exit_code
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's own mistakes know how to say themselves; typer ships its own click
+            raise
+        complain(_usage(error))
+        code = UsageError.exit_code
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _plain(error: IslesError) -> str:
-    from rich.markup import escape
+def _usage(error: Exception) -> str:
+    """click's sentence about a wrong option or argument, and where to read on."""
+    text = str(error.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    name = context.command_path if context else "isles"
+    return f"{text[:1].lower()}{text[1:]}; see {name} --help"
 
-    return escape(" ".join(str(error).split()))
+
+def _outside(error: OSError) -> str:
+    """A failure of the disk or the system that no room has put into words."""
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+    why = (error.strerror or str(error) or type(error).__name__).lower()
+    return f"{where}{why}; what was saved before is untouched, mend this and run the command again"

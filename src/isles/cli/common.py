@@ -2,36 +2,143 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
+import os
+import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-err = Console(stderr=True, highlight=False)
-out = Console(highlight=False)
+MAX_SENTENCE = 1000  # characters; a mistake may quote a value that is a whole file
+
+
+class _Output(Console):
+    """A console for text that people wrote: names are printed as they are, brackets and colons are no markup."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more. Progress then stops being shown, the work goes on; a result that nobody reads ends the command."""
+        self.quiet = True
+        if not self.stderr:
+            raise BrokenPipeError
+
+
+err = _Output(stderr=True)
+out = _Output()
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout, everything else on stderr.")]
 
 
+def path_given(text: str) -> Path:
+    """A path from the command line. An empty one is a shell variable that was not set, not the current folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty; write . for the current folder")
+    if "\0" in text:
+        raise typer.BadParameter("a path cannot hold a zero byte")
+    return Path(text)
+
+
 def print_json(value: Any) -> None:
-    """One JSON object on stdout."""
-    sys.stdout.write(json.dumps(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value) + "\n")
+    """One JSON object on stdout. What is no finite number becomes null, as JSON has none."""
+    if sys.stdout is not None:  # closed by the shell: `isles ... >&-`
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        sys.stdout.write(json.dumps(_finite(plain), allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def say(text: str) -> None:
+    """A line of result on stdout."""
+    out.print(text, soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """A mistake as one line on stderr."""
+    line = " ".join(text.split())
+    if len(line) > MAX_SENTENCE:
+        line = f"{line[: MAX_SENTENCE // 2]} ... {line[-MAX_SENTENCE // 2 :]}"
+    err.print(Text.assemble(("error:", "bold red"), " ", line), soft_wrap=True)
+
+
+def command_line(words: Sequence[str | Path]) -> str:
+    """A command that a shell reads back as `words`."""
+    return shlex.join(str(word) for word in words)
+
+
+def as_argument(path: Path) -> str:
+    """A path that no parser takes for an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def _print_anyway(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Characters that the terminal's encoding lacks: bytes of file names as they came, others escaped. Printing never fails."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+def print_any_character() -> None:
+    """Let stdout and stderr take every character, whatever the locale."""
+    codecs.register_error("isles", _print_anyway)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="isles")
+
+
+def flush() -> None:
+    """Hand over what was printed, so that a full disk or a closed pipe is noticed while it can still be said."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def forget_output() -> None:
+    """After a failed write: keep the interpreter from trying once more when it ends."""
+    if sys.stdout is not None:
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())
+        os.close(sink)
+
+
+class Stopped(Exception):
+    """Work was left because a signal asked for it. The text says what is kept and how to go on."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class Stop:
-    """Becomes true at the first Ctrl-C or SIGTERM, so that work can be saved; a second Ctrl-C ends at once."""
+    """Becomes true at the first Ctrl-C, SIGTERM or SIGHUP, so that work can be saved; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal = 0
 
     def __call__(self) -> bool:
         return bool(self.signal)
+
+    def check(self, text: str) -> None:
+        """Leave work that cannot be saved half way: raises Stopped with this text once a signal has come."""
+        if self.signal:
+            raise Stopped(text, self.exit_code)
 
     @property
     def exit_code(self) -> int:
@@ -41,7 +148,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Turn SIGINT and SIGTERM into a flag while the block runs."""
+    """Turn SIGINT, SIGTERM and SIGHUP into a flag while the block runs."""
     stop = Stop()
 
     def ask(number: int, _frame: object) -> None:
@@ -49,7 +156,10 @@ def stop_on_signals() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.signal = number
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield stop
     finally:

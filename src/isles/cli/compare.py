@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.common import Json, out, print_json
+from isles.cli.common import Json, out, path_given, print_json, say
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
     def compare(
         folders: Annotated[
-            list[Path], typer.Argument(metavar="DIR...", help="Folders of runs (the --out of `isles simulate`).")
+            list[Path], typer.Argument(metavar="DIR...", parser=path_given, help="Folders of runs (the --out of `isles simulate`).")
         ],
         picture: Annotated[
             Path | None,
-            typer.Option("--picture", metavar="FILE", help="Also draw loss against tokens and bytes into this .png or .svg."),
+            typer.Option("--picture", metavar="FILE", parser=path_given, help="Also draw loss against tokens and bytes into this .png or .svg."),
         ] = None,
         as_json: Json = False,
     ) -> None:
@@ -35,4 +35,4 @@ def register(app: typer.Typer) -> None:
         else:
             out.print(comparison_table(summaries))
             if picture:
-                out.print(f"picture: {picture}", soft_wrap=True)
+                say(f"picture: {picture}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.common import Json, out, print_json
+from isles.cli.common import Json, err, path_given, print_json, say, stop_on_signals
+from isles.errors import UsageError
 
 if TYPE_CHECKING:
     from isles.data import DatasetIndex
@@ -27,7 +28,7 @@ def prepare(
             metavar="INPUT...", help="Files, folders or globs of text, JSONL or Parquet, also .gz or .zst; or python:stdlib."
         ),
     ],
-    to: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.")],
+    to: Annotated[Path, typer.Option("--out", metavar="DIR", parser=path_given, help="Folder to write.")],
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="'bytes', a tokenizer.json file, or a transformers folder or hub id.")
     ] = "bytes",
@@ -43,25 +44,32 @@ def prepare(
     from isles.watch import PrepareDisplay
 
     here = Path.cwd()
-    with PrepareDisplay(quiet=as_json) as display:
+    if not all(inputs):
+        raise UsageError("an input is empty; name files, folders or globs, or . for the current folder")
+    with stop_on_signals() as stop, PrepareDisplay(quiet=as_json, console=err) as display:
+
+        def progress(at: object) -> None:
+            stop.check(f"stopped; {to} is as it was, run the command again to start anew")
+            display.update(at)
+
         index = run(
             inputs,
             to,
             tokenizer=load_tokenizer(tokenizer, here),
             held_out=held_out,
             base=here,
-            progress=display.update,
+            progress=progress,
             force=force,
         )
     if as_json:
         print_json(index.model_dump(mode="json"))
     else:
-        out.print(f"wrote {to}: {_describe(index)}", soft_wrap=True)
+        say(f"wrote {to}: {_describe(index)}")
 
 
 @data.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `isles data prepare` wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="Folder that `isles data prepare` wrote.")],
     as_json: Json = False,
 ) -> None:
     """Check every shard against its hash and every token against the vocabulary."""
@@ -74,7 +82,7 @@ def verify(
     if as_json:
         print_json(index.model_dump(mode="json"))
     else:
-        out.print(f"{folder} is whole: {_describe(index)}", soft_wrap=True)
+        say(f"{folder} is whole: {_describe(index)}")
 
 
 def _describe(index: DatasetIndex) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.common import Json, out, print_json
+from isles.cli.common import Json, as_argument, command_line, path_given, print_json, say
 from isles.errors import UsageError
 from isles.spec import render_spec, spec_from
 
@@ -37,7 +37,7 @@ STARTER = {
 def register(app: typer.Typer) -> None:
     @app.command()
     def init(
-        folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the new run; made when it does not exist.")],
+        folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="Folder for the new run; made when it does not exist.")],
         force: Annotated[bool, typer.Option("--force", help="Overwrite a run.toml that is already there.")] = False,
         as_json: Json = False,
     ) -> None:
@@ -53,4 +53,4 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print_json({"path": str(path)})
         else:
-            out.print(f"wrote {path}; start it with: isles simulate {path}")
+            say(f"wrote {path}; start it with: {command_line(['isles', 'simulate', as_argument(path)])}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.common import Json, err, out, print_json
+from isles.cli.common import Json, err, path_given, print_json, say
 from isles.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def load_for_sampling(folder: Path, step: int | None) -> tuple[torch.nn.Module, 
 def register(app: typer.Typer) -> None:
     @app.command()
     def export(
-        folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder (the --out of `isles simulate`).")],
-        to: Annotated[Path, typer.Option("--out", metavar="HF_DIR", help="Folder to write.")],
+        folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="A run's folder (the --out of `isles simulate`).")],
+        to: Annotated[Path, typer.Option("--out", metavar="HF_DIR", parser=path_given, help="Folder to write.")],
         checkpoint: Checkpoint = None,
         as_json: Json = False,
     ) -> None:
@@ -64,14 +64,13 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print_json({"path": str(to), "step": step, "parameters": values.numel()})
         else:
-            out.print(
-                f"wrote {to} (step {step}, {values.numel():,} parameters); transformers loads it with from_pretrained({str(to)!r})",
-                soft_wrap=True,
+            say(
+                f"wrote {to} (step {step}, {values.numel():,} parameters); transformers loads it with from_pretrained({str(to)!r})"
             )
 
     @app.command()
     def sample(
-        folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder or an exported model.")],
+        folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="A run's folder or an exported model.")],
         prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")] = "",
         max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1_000_000, help="New tokens at most.")] = 200,
         temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest token.")] = 0.8,
@@ -90,5 +89,5 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print_json({"prompt": prompt, "text": text, "seed": seed, "temperature": temperature, "top_k": top_k})
         else:
-            err.print(f"[dim]{folder}, temperature {temperature}, seed {seed}[/]")
-            out.print(text, markup=False, soft_wrap=True)
+            err.print(f"{folder}, temperature {temperature}, seed {seed}", style="dim", soft_wrap=True)
+            say(text)
