@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from isles.errors import DataError
 
@@ -56,39 +56,107 @@ class Summary:
 
 
 def to_json_line(record: StepRecord) -> str:
+    """The record as its line of metrics.jsonl, without the newline. Raises ValueError for NaN and infinity, which are no JSON."""
     return json.dumps(asdict(record), allow_nan=False)
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
-    """Read metrics.jsonl. A last line cut by a crash is left out; any other bad line raises DataError with its number."""
-    names = {f.name for f in fields(StepRecord)}
-    lines = path.read_text().split("\n")
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty, or was cut
-        try:
-            yield StepRecord(**{k: v for k, v in json.loads(line).items() if k in names})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}, line {number}, is no record of a run ({error}); remove the line or the run's folder") from error
+    """Read metrics.jsonl. A last line cut by a crash is left out; any other bad line raises DataError with its number.
+
+    Keys that this version does not know are passed over, so that a later version's files can be read."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return  # the process died while it wrote this
+                yield _record(path, number, line)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({_reason(error)}); name the --out of a run that has begun") from error
+
+
+def _record(path: Path, number: int, line: bytes) -> StepRecord:
+    try:
+        return StepRecord(**_known(StepRecord, _parse(line)))
+    except ValueError as error:
+        raise DataError(
+            f"{path}, line {number}, is no record of a run ({error}); remove the line or the run's folder"
+        ) from error
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """The one JSON object in `text`. Raises ValueError, for the NaN and Infinity that Python's json takes as well."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"it holds {name}")
+
+    value = json.loads(text, parse_constant=refuse)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def _known(kind: type[StepRecord] | type[Summary], given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `kind` among what was read, each of its declared type. Raises ValueError that names the field."""
+    values = {}
+    for name, allowed in _TYPES[kind]:
+        if name not in given:
+            raise ValueError(f"it has no {name}")
+        value = given[name]
+        if type(value) not in allowed:
+            raise ValueError(f"its {name} is {json.dumps(value)[:40]}")
+        values[name] = float(value) if type(value) is int and float in allowed else value
+    return values
+
+
+# What json gives for a field's annotation. A float without a fraction may have been written as an integer by another program.
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "str": (str,),
+    "bool": (bool,),
+}
+_TYPES = {kind: [(f.name, _JSON_TYPES[str(f.type)]) for f in fields(kind)] for kind in (StepRecord, Summary)}
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__
 
 
 class MetricsFile:
-    """metrics.jsonl, appended to record by record. Every line reaches the operating system at once, so a crash of the process loses none."""
+    """metrics.jsonl, appended to record by record. Every line reaches the operating system at once, so a crash of the process loses none.
+
+    Raises DataError when the file cannot be written. NaN and infinity are never written: `append` raises ValueError for them and leaves
+    the file as it was."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            _drop_cut_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(f"{self.path} cannot be written ({_reason(error)}); free space or choose a writable folder")
 
     def append(self, record: StepRecord) -> None:
-        self._file.write(to_json_line(record) + "\n")
-        self._file.flush()
+        line = to_json_line(record) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def truncate_after(self, step: int) -> None:
         """Drop the records of later steps than a checkpoint's, so that a resumed run writes each step once. Replaces the file in one move."""
         kept = [record for record in read_records(self.path) if record.step <= step]
-        temporary = self.path.with_name(f".{self.path.name}.writing")
-        temporary.write_text("".join(to_json_line(record) + "\n" for record in kept), encoding="utf-8")
         self._file.close()
-        os.replace(temporary, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            _replace(self.path, "".join(to_json_line(record) + "\n" for record in kept))
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -100,19 +168,51 @@ class MetricsFile:
         self.close()
 
 
-def write_summary(path: Path, summary: Summary) -> None:
-    """Write summary.json in one move: a reader sees the old one or the new one, whole."""
+def _drop_cut_line(path: Path) -> None:
+    """Take away what follows the last newline: an append to a line that a crash cut would spoil both."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 4096)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one move: a reader sees the old one or the new one, whole, after a loss of power too."""
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write summary.json in one move. Raises DataError when it cannot be written, ValueError for NaN and infinity."""
+    text = json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n"
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({_reason(error)}); free space or choose a writable folder") from error
 
 
 def read_summary(path: Path) -> Summary:
     """Read summary.json. Raises DataError when it is missing or damaged."""
-    names = {f.name for f in fields(Summary)}
     try:
-        return Summary(**{k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if k in names})
+        return Summary(**_known(Summary, _parse(path.read_bytes())))
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist: no run has ended there yet; name the --out of a finished `isles simulate`") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} does not exist: no run has ended there yet; name the --out of a finished `isles simulate`"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({_reason(error)}); name the --out of a finished `isles simulate`") from error
+    except ValueError as error:
         raise DataError(f"{path} is no summary of a run ({error}); resume the run to write it again") from error

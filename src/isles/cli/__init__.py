@@ -65,7 +65,8 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own mistakes know how to say themselves; typer ships its own click
             raise
-        complain(_usage(error))
+        if type(error).__name__ != "NoArgsIsHelpError":  # the help itself has been printed then
+            complain(_usage(error))
         code = UsageError.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 

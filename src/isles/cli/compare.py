@@ -14,11 +14,17 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def compare(
         folders: Annotated[
-            list[Path], typer.Argument(metavar="DIR...", parser=path_given, help="Folders of runs (the --out of `isles simulate`).")
+            list[Path],
+            typer.Argument(metavar="DIR...", parser=path_given, help="Folders of runs (the --out of `isles simulate`)."),
         ],
         picture: Annotated[
             Path | None,
-            typer.Option("--picture", metavar="FILE", parser=path_given, help="Also draw loss against tokens and bytes into this .png or .svg."),
+            typer.Option(
+                "--picture",
+                metavar="FILE",
+                parser=path_given,
+                help="Also draw loss against tokens and bytes into this .png or .svg.",
+            ),
         ] = None,
         as_json: Json = False,
     ) -> None:

@@ -37,7 +37,9 @@ STARTER = {
 def register(app: typer.Typer) -> None:
     @app.command()
     def init(
-        folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="Folder for the new run; made when it does not exist.")],
+        folder: Annotated[
+            Path, typer.Argument(metavar="DIR", parser=path_given, help="Folder for the new run; made when it does not exist.")
+        ],
         force: Annotated[bool, typer.Option("--force", help="Overwrite a run.toml that is already there.")] = False,
         as_json: Json = False,
     ) -> None:

@@ -51,7 +51,9 @@ def load_for_sampling(folder: Path, step: int | None) -> tuple[torch.nn.Module, 
 def register(app: typer.Typer) -> None:
     @app.command()
     def export(
-        folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="A run's folder (the --out of `isles simulate`).")],
+        folder: Annotated[
+            Path, typer.Argument(metavar="DIR", parser=path_given, help="A run's folder (the --out of `isles simulate`).")
+        ],
         to: Annotated[Path, typer.Option("--out", metavar="HF_DIR", parser=path_given, help="Folder to write.")],
         checkpoint: Checkpoint = None,
         as_json: Json = False,

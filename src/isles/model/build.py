@@ -53,7 +53,11 @@ def count_parameters(table: ModelTable, *, vocab_size: int, sequence_length: int
 def prepare_for_training(model: Any, table: ModelTable) -> Any:
     """Apply the spec's training options. Order matters: checkpointing changes the modules that compile then sees."""
     if table.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False}
+        if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return torch.compile(model) if table.compile else model
 
 
@@ -82,7 +86,9 @@ def _read_config(path: str, name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers raises many kinds for a file that is none of its configs
-        raise ModelError(f"{name} is no config that transformers can read ({_first_line(error)}); name a config.json of a causal language model") from error
+        raise ModelError(
+            f"{name} is no config that transformers can read ({_first_line(error)}); name a config.json of a causal language model"
+        ) from error
 
 
 def _from_pretrained(name: str, base: Path) -> Any:
@@ -91,7 +97,9 @@ def _from_pretrained(name: str, base: Path) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(_local(name, base), dtype=torch.float32)
     except Exception as error:  # missing files, no network, damaged weights: each has its own class
-        raise ModelError(f"model.pretrained {name} cannot be loaded ({_first_line(error)}); name a folder that from_pretrained loads, or a hub id and be online") from error
+        raise ModelError(
+            f"model.pretrained {name} cannot be loaded ({_first_line(error)}); name a folder that from_pretrained loads, or a hub id and be online"
+        ) from error
 
 
 def _from_config(config: Any) -> Any:
@@ -101,7 +109,9 @@ def _from_config(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
-            raise ModelError(f"transformers cannot build a causal language model from this config ({_first_line(error)}); choose another architecture") from error
+            raise ModelError(
+                f"transformers cannot build a causal language model from this config ({_first_line(error)}); choose another architecture"
+            ) from error
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
@@ -126,10 +136,14 @@ def _drop_dropout(model: nn.Module) -> None:
 
 def _check_fits(config: Any, vocab_size: int, sequence_length: int, name: str) -> None:
     if config.vocab_size < vocab_size:
-        raise ModelError(f"{name} has a vocabulary of {config.vocab_size:,}, the data's tokenizer needs {vocab_size:,}; prepare the data with the model's own tokenizer")
+        raise ModelError(
+            f"{name} has a vocabulary of {config.vocab_size:,}, the data's tokenizer needs {vocab_size:,}; prepare the data with the model's own tokenizer"
+        )
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if longest is not None and longest < sequence_length:
-        raise ModelError(f"{name} takes sequences of up to {longest} tokens, data.sequence_length is {sequence_length}; use shorter sequences")
+        raise ModelError(
+            f"{name} takes sequences of up to {longest} tokens, data.sequence_length is {sequence_length}; use shorter sequences"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -18,7 +18,9 @@ from isles.model.build import quiet_transformers
 from isles.model.layout import FlatParameters, Layout
 
 
-def export_model(model: Any, values: torch.Tensor, save_tokenizer: Callable[[Path], None], out: Path, *, eos_id: int | None = None) -> None:
+def export_model(
+    model: Any, values: torch.Tensor, save_tokenizer: Callable[[Path], None], out: Path, *, eos_id: int | None = None
+) -> None:
     """Write `values` as a transformers model folder with safetensors weights.
 
     model: a built model of the run's spec; values: fp32, shape [total], in the layout of `Layout.of(model)`; save_tokenizer: writes the
@@ -40,7 +42,9 @@ def export_model(model: Any, values: torch.Tensor, save_tokenizer: Callable[[Pat
             shutil.rmtree(out)
         temporary.rename(out)
     except OSError as error:
-        raise ModelError(f"{out} cannot be written: {error.strerror or error}; check the folder and the room on its disk") from error
+        raise ModelError(
+            f"{out} cannot be written: {error.strerror or error}; check the folder and the room on its disk"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

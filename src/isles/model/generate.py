@@ -19,18 +19,25 @@ class TextCodec(Protocol):
 
 @torch.no_grad()
 def generate(
-    model: Any, tokenizer: TextCodec, prompt: str, *, max_new_tokens: int = 200, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+    model: Any,
+    tokenizer: TextCodec,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
 ) -> str:
     """The prompt and what the model goes on with, up to an end-of-text token.
 
     temperature 0 always takes the likeliest token; top_k 0 chooses among all. A context longer than the model's is cut from the left, an
     empty prompt starts after an end-of-text. The same seed gives the same text. No KV cache: the cut context moves every position."""
-    longest = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", 1024)
+    longest: int = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", 1024)
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eos_id]
-    written = 0 if ids == [tokenizer.eos_id] else len(ids)
-    start = len(ids) - written
+    prompt_ids = [int(i) for i in tokenizer.encode(prompt)]
+    ids = prompt_ids or [tokenizer.eos_id]
+    shown_from = 0 if prompt_ids else 1
     was_training = model.training
     model.eval()
     try:
@@ -43,7 +50,7 @@ def generate(
             ids.append(token)
     finally:
         model.train(was_training)
-    return tokenizer.decode(ids[start:])
+    return tokenizer.decode(ids[shown_from:])
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -122,8 +122,10 @@ def _fragment_of(model: nn.Module, fragments: int, order: Order) -> dict[int, in
     blocks = transformer_blocks(model)
     spread = fragments - 1
     if spread > len(blocks):
-        raise ModelError(f"streaming.fragments {fragments} needs at least {spread} transformer blocks, the model has {len(blocks)}")
-    member = {}
+        raise ModelError(
+            f"streaming.fragments {fragments} needs at least {spread} transformer blocks, the model has {len(blocks)}"
+        )
+    member: dict[int, int] = {}
     for i, block in enumerate(blocks):
         fragment = 1 + (i % spread if order == "strided" else i * spread // len(blocks))
         member |= {id(p): fragment for p in block.parameters()}

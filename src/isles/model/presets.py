@@ -8,6 +8,7 @@ thousands of shapes; a test holds them to the built models.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,13 +73,14 @@ def choose_shape(table: ModelTable, *, vocab_size: int, sequence_length: int) ->
     target = parse_size(table.parameters) if table.parameters is not None else None
     shapes = list(_candidates(table, target, vocab_size, sequence_length))
     if not shapes:
-        raise ModelError(f"model.heads {table.heads} does not divide the width {table.hidden_size or 'of any preset'}; choose a divisor")
+        raise ModelError(
+            f"model.heads {table.heads} does not divide the width {table.hidden_size or 'of any preset'}; choose a divisor"
+        )
     if target is None:
         return shapes[0]
     best = min(shapes, key=lambda s: _misfit(s, target))
     explicit = table.layers is not None or table.hidden_size is not None
-    far = abs(best.count() - target) > _TOLERANCE * target or not 8 <= best.hidden_size / best.layers <= 512
-    if far and not explicit:
+    if abs(best.count() - target) > _TOLERANCE * target and not explicit:
         raise ModelError(
             f"no {table.family} with a vocabulary of {vocab_size:,} comes near {target:,} parameters (the nearest has {best.count():,}); "
             "choose a larger size or a tokenizer with fewer tokens"
@@ -94,7 +96,7 @@ def _misfit(shape: Shape, target: int) -> float:
 
 
 def _interpolate(points: tuple[tuple[float, float], ...], size: float) -> float:
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if size <= x1:
             share = max(0.0, (math.log(size) - math.log(x0)) / (math.log(x1) - math.log(x0)))
             return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
@@ -106,17 +108,20 @@ def _candidates(table: ModelTable, target: int | None, vocab_size: int, sequence
     for width in widths:
         if target is not None and table.hidden_size is None and 12 * width * width > 4 * target:
             break  # a single block would be too large
-        for layers in [table.layers] if table.layers else range(2, _MAX_LAYERS + 1):
+        deepest = min(_MAX_LAYERS, width // 8)  # deeper and thinner than any model anybody trains
+        for layers in [table.layers] if table.layers else range(2, deepest + 1):
             shape = _shape(table, width, layers, vocab_size, sequence_length, target)
             if shape is not None:
                 yield shape
 
 
 def _widths() -> list[int]:
-    return [*range(32, 256, 32), *range(256, 1024, 64), *range(1024, 4096, 128), *range(4096, 10241, 256)]
+    return [32, 48, *range(64, 256, 32), *range(256, 1024, 64), *range(1024, 4096, 128), *range(4096, 10241, 256)]
 
 
-def _shape(table: ModelTable, width: int, layers: int, vocab_size: int, sequence_length: int, target: int | None) -> Shape | None:
+def _shape(
+    table: ModelTable, width: int, layers: int, vocab_size: int, sequence_length: int, target: int | None
+) -> Shape | None:
     family = table.family
     assert family is not None
     heads = table.heads or max(1, width // _head_dim(width))

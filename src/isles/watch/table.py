@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isles.metrics import Summary
-from isles.watch.labels import method_name, run_names
+from isles.watch.labels import run_names
 from isles.watch.units import human_bytes, human_count, human_ratio, human_seconds
 
 _HEADS = {
@@ -76,7 +76,7 @@ class ComparisonTable:
 
     def __init__(self, summaries: Sequence[Summary]) -> None:
         self._rows = comparison_rows(summaries)
-        self._names = run_names(summaries)
+        self._names = run_names(summaries, with_settings=False)  # they have columns of their own, or a line below the name
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unbounded = options.update(width=10_000)
@@ -89,7 +89,9 @@ class ComparisonTable:
 
     def table(self, heads: dict[str, str], columns: Sequence[str]) -> Table:
         """The table with these columns. What has none of its own (clusters, H) stands below the run's name."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold", border_style="dim")
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold", border_style="dim"
+        )
         table.add_column("\nrun" if heads is _SHORT else "run", overflow="fold", max_width=36)
         for key in columns:
             table.add_column(heads[key], justify="right", no_wrap=True)
@@ -113,7 +115,7 @@ def comparison_table(summaries: Sequence[Summary]) -> ComparisonTable:
 def comparison_markdown(summaries: Sequence[Summary]) -> str:
     """The same as a Markdown table."""
     lines = [["run", *(_HEADS[key] for key in _MARKDOWN)], ["---", *("--:" for _ in _MARKDOWN)]]
-    for row, name in zip(comparison_rows(summaries), run_names(summaries), strict=True):
+    for row, name in zip(comparison_rows(summaries), run_names(summaries, with_settings=False), strict=True):
         cells = _cells(row)
         lines.append([name + _stopped(row), *(cells[key] for key in _MARKDOWN)])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -125,7 +127,7 @@ def _stopped(row: dict[str, Any]) -> str:
 
 def _run_cell(row: dict[str, Any], name: str, columns: Sequence[str]) -> Text:
     cell = Text(name)
-    if "clusters" not in columns and "gap" in columns and row["method"] == "diloco" and " = " not in name:
+    if "clusters" not in columns and "gap" in columns and row["method"] == "diloco":
         cell.append(f"\n{row['clusters']} clusters, H = {row['local_steps']}", style="dim")
     if not row["complete"]:
         cell.append(f"\nstopped at step {row['steps']:,}", style="yellow")

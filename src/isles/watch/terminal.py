@@ -1,7 +1,7 @@
 """What a run looks like in a terminal while it goes on: loss, speed, bytes, time left.
 
 Fed with the run's records. On a terminal a live panel is redrawn a few times a second, whatever the number of records; elsewhere (a
-log file, CI) a plain line is printed at every held-out evaluation, at most one a second.
+log file, CI) a plain line is printed at a held-out evaluation, at most one a second and at least one a minute.
 """
 
 from __future__ import annotations
@@ -11,143 +11,187 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from isles.metrics import StepRecord
 from isles.spec import Spec
+from isles.watch.labels import METHODS
+from isles.watch.panel import RunView, prepare_text, run_panel, sparkline
 from isles.watch.units import human_bytes, human_count, human_seconds
 
-_BARS = "▁▂▃▄▅▆▇█"
-_REFRESH = 0.2  # seconds between redraws
-_PLAIN = 1.0  # seconds between plain lines
-TITLES = {"none": "DiLoCo", "ddp": "data-parallel", "single": "one cluster alone"}
+__all__ = ["PrepareDisplay", "RunDisplay", "sparkline"]
+
+_REFRESH = 0.25  # seconds between redraws
+_PLAIN = 1.0  # seconds between plain lines, at the least
+_PLAIN_LATEST = 60.0  # seconds after which a plain line comes without an evaluation, so that a log shows life
+_PLAIN_PREPARING = 10.0  # seconds between plain lines while text is prepared, so that little text makes none
+_WINDOW = 240  # samples that the speed is taken over: about a minute of quick steps, or so many slow ones
+_SETTLED = 2.0  # seconds of samples before they say more of the speed than the whole run does
+_METHODS = {"none": "diloco"}
+_NEVER = float("-inf")
 
 
-def sparkline(values: list[float], width: int = 24) -> str:
-    """A row of bars, the last `width` values, scaled to their own range."""
-    shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1)) if high > low else 0] for v in shown)
+class _Screen:
+    """A live area that is replaced whole, from the caller's thread. Off a terminal, or when quiet, there is none."""
+
+    def __init__(self, quiet: bool, console: Console | None) -> None:
+        self.console = console or Console(stderr=True)
+        self.plain = not quiet and not self.console.is_terminal
+        self._live: Live | None = None
+        if not quiet and self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.unicode = self.console.encoding.startswith("utf")
+        self.shown = time.monotonic() if self.plain else _NEVER
+
+    @property
+    def live(self) -> bool:
+        return self._live is not None
+
+    def due(self, after: float) -> bool:
+        return time.monotonic() - self.shown >= after
+
+    def show(self, content: RenderableType) -> None:
+        if self._live:
+            self.shown = time.monotonic()
+            self._live.update(content, refresh=True)
+
+    def line(self, text: str) -> None:
+        """A line that stays; above the live area where there is one."""
+        self.shown = time.monotonic()
+        self.console.print(text if self.unicode else text.replace("·", "-"), soft_wrap=True, markup=False, highlight=False)
+
+    def start(self) -> None:
+        if self._live:
+            self._live.start()
+
+    def stop(self) -> None:
+        if self._live:
+            self._live.stop()
 
 
-class RunDisplay:
+class _Shown:
+    """A display is entered before it shows anything and leaves the terminal clean, whatever happens inside."""
+
+    _screen: _Screen
+
+    def __enter__(self) -> Self:
+        self._screen.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._screen.stop()
+
+
+class RunDisplay(_Shown):
     """Shows runs one after another. `begin` announces one, `update` feeds it; `prepare` shows the data being made."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
         self._quiet = quiet
-        self._live: Live | None = None
-        self._title, self._steps, self._clusters = "", 0, 0
-        self._held_out: list[float] = []
-        self._rates: deque[tuple[float, int, int]] = deque(maxlen=200)  # wall time, tokens, step
-        self._drawn = 0.0
-        self._last: StepRecord | None = None
-
-    def __enter__(self) -> Self:
-        if not self._quiet and self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live:
-            self._live.stop()
+        self._screen = _Screen(quiet, console)
+        self._view: RunView | None = None
+        self._speed = Speed()
 
     def begin(self, name: str, spec: Spec, *, baseline: str = "none", number: int = 1, of: int = 1) -> None:
         """A new run. number, of: its place in a session of several."""
-        place = f"  ·  run {number} of {of}" if of > 1 else ""
-        self._title = f"{name}: {TITLES[baseline]}, H = {spec.train.local_steps}, {spec.codec.name}{place}" if baseline == "none" else f"{name}: {TITLES[baseline]}{place}"
-        self._steps, self._clusters = spec.run.steps, 1 if baseline == "single" else spec.clusters.count
-        self._held_out, self._last = [], None
-        self._rates.clear()
-        self._drawn = 0.0
+        method = _METHODS.get(baseline, baseline)
+        self._view = RunView(
+            name=name,
+            method=METHODS.get(method, method),
+            local_steps=spec.train.local_steps_at if method == "diloco" else None,
+            codec=spec.codec.name if method == "diloco" else "",
+            place=f"run {number} of {of}" if of > 1 else "",
+            steps=spec.run.steps,
+            clusters=1 if method == "single" else spec.clusters.count,
+        )
+        self._speed = Speed()
+        self._screen.show(run_panel(self._view, None, self._screen.console.width, self._screen.unicode))
+        self._screen.shown = time.monotonic() if self._screen.plain else _NEVER
 
     def update(self, record: StepRecord) -> None:
         """Take a record; redraws when it is time to."""
-        if self._quiet:
+        view = self._view
+        if self._quiet or view is None:
             return
-        now = time.monotonic()
-        self._last = record
-        self._rates.append((now, record.tokens, record.step))
         if record.held_out_loss is not None:
-            self._held_out.append(record.held_out_loss)
-        last = record.step >= self._steps
-        if self._live and (last or now - self._drawn >= _REFRESH):
-            self._drawn = now
-            self._live.update(self._render(record), refresh=True)
-        elif not self._live and (last or (record.held_out_loss is not None and now - self._drawn >= _PLAIN)):
-            self._drawn = now
-            self._console.print(self._line(record), soft_wrap=True, markup=False)
+            view.held_out.append(record.held_out_loss)
+        self._speed.add(record)
+        last = record.step >= view.steps
+        if self._screen.live:
+            if last or self._screen.due(_REFRESH):
+                self._rates(view, record)
+                self._screen.show(run_panel(view, record, self._screen.console.width, self._screen.unicode))
+            if last and view.place:  # the panel goes on with the next run; this one's end stays to be read
+                self._screen.line(self._end(view, record))
+        elif last or self._screen.due(_PLAIN if record.held_out_loss is not None else _PLAIN_LATEST):
+            self._rates(view, record)
+            self._screen.line(self._line(view, record))
 
     def prepare(self, progress: object) -> None:
         """Progress of data preparation: anything with bytes_done, bytes_total, documents and tokens."""
-        if self._live and time.monotonic() - self._drawn >= _REFRESH:
-            self._drawn = time.monotonic()
-            self._live.update(_prepare_text(progress), refresh=True)
+        _show_preparing(self._screen, progress)
 
-    def _speed(self) -> tuple[float, float]:
-        """Tokens and steps a second over the last records."""
-        (t0, tokens0, step0), (t1, tokens1, step1) = self._rates[0], self._rates[-1]
-        return ((tokens1 - tokens0) / (t1 - t0), (step1 - step0) / (t1 - t0)) if t1 > t0 else (0.0, 0.0)
+    def _rates(self, view: RunView, record: StepRecord) -> None:
+        view.token_rate, view.step_rate = self._speed.rates(record)
 
-    def _render(self, record: StepRecord) -> Panel:
-        tokens_rate, step_rate = self._speed()
-        left = human_seconds((self._steps - record.step) / step_rate) if step_rate else "?"
-        bar = Progress(TextColumn("step {task.completed:,.0f} of {task.total:,.0f}"), BarColumn(bar_width=None), TextColumn("{task.percentage:3.0f}%"), TextColumn(f"{left} left"), expand=True)
-        bar.add_task("", total=self._steps, completed=record.step)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim")
-        grid.add_column()
-        held_out = f"{self._held_out[-1]:.4f}  {sparkline(self._held_out)}" if self._held_out else "not measured yet"
-        grid.add_row("held-out loss", held_out)
-        grid.add_row("training loss", f"{record.loss:.4f}   learning rate {record.lr:.2e}")
-        grid.add_row("tokens", f"{human_count(record.tokens)}   {human_count(tokens_rate)}/s")
-        grid.add_row("internet", f"{human_bytes(record.bytes)} in all, {human_bytes(record.bytes / self._clusters)} a cluster")
-        grid.add_row("clusters", f"{record.clusters} training   round {record.round}")
-        return Panel(Group(bar, grid), title=self._title, title_align="left", width=min(self._console.width, 100))
+    def _end(self, view: RunView, record: StepRecord) -> str:
+        """What is left of a run on the terminal while the session's next one goes on."""
+        held_out = f"held-out {view.held_out[-1]:.4f}  " if view.held_out else ""
+        return f"{view.title(record.step, 38)}  {held_out}{_sent(record)}  in {human_seconds(record.seconds)}"
 
-    def _line(self, record: StepRecord) -> str:
-        held_out = f"held-out {self._held_out[-1]:.4f}  " if self._held_out else ""
+    def _line(self, view: RunView, record: StepRecord) -> str:
+        done = record.step >= view.steps
+        held_out = f"held-out {view.held_out[-1]:.4f}  " if view.held_out else ""
+        end = f"in {human_seconds(record.seconds)}" if done else f"{human_seconds(view.left(record))} left"
+        round_ = f"round {record.round:,}  " if view.local_steps else ""
         return (
-            f"{self._title}  step {record.step}/{self._steps}  round {record.round}  loss {record.loss:.4f}  {held_out}"
-            f"{human_count(self._speed()[0])} tokens/s  {human_bytes(record.bytes)} sent"
+            f"{view.title(record.step)}  step {record.step:,} of {view.steps:,}  {round_}loss {record.loss:.4f}  {held_out}"
+            f"{human_count(view.token_rate)} tokens/s  {_sent(record)}  {end}"
         )
 
 
-class PrepareDisplay:
+def _sent(record: StepRecord) -> str:
+    return f"{human_bytes(record.bytes)} sent" if record.bytes else "nothing sent"
+
+
+class Speed:
+    """Tokens and steps a second of late, from the records as they come in.
+
+    Until there is enough to go by, the training time that the records themselves carry is used: it is there from the first record on,
+    and in a resumed run it is the earlier parts' speed."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)  # wall time, tokens, step
+
+    def add(self, record: StepRecord) -> None:
+        now = time.monotonic()
+        if not self._samples or now - self._samples[-1][0] >= _REFRESH:
+            self._samples.append((now, record.tokens, record.step))
+
+    def rates(self, record: StepRecord) -> tuple[float, float]:
+        """Tokens and steps a second; 0 while nothing is known."""
+        now = time.monotonic()
+        then, tokens, step = self._samples[0] if self._samples else (now, record.tokens, record.step)
+        if now - then >= _SETTLED and record.step > step:
+            return (record.tokens - tokens) / (now - then), (record.step - step) / (now - then)
+        if record.seconds > 0:
+            return record.tokens / record.seconds, record.step / record.seconds
+        return 0.0, 0.0
+
+
+class PrepareDisplay(_Shown):
     """Progress of `isles data prepare`."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if not quiet and self._console.is_terminal else None
-        self._drawn = 0.0
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live:
-            self._live.stop()
+        self._screen = _Screen(quiet, console)
 
     def update(self, progress: object) -> None:
-        now = time.monotonic()
-        if self._live and now - self._drawn >= _REFRESH:
-            self._drawn = now
-            self._live.update(_prepare_text(progress), refresh=True)
+        """Anything with bytes_done, bytes_total, documents and tokens."""
+        _show_preparing(self._screen, progress)
 
 
-def _prepare_text(progress: object) -> Progress:
-    done, total = getattr(progress, "bytes_done", 0), getattr(progress, "bytes_total", None)
-    tokens, documents = getattr(progress, "tokens", 0), getattr(progress, "documents", 0)
-    of = f" of {human_bytes(total)}" if total else ""
-    bar = Progress(TextColumn("preparing text"), BarColumn(), TextColumn(f"{human_bytes(done)}{of}   {human_count(documents)} documents   {human_count(tokens)} tokens"))
-    bar.add_task("", total=total or None, completed=done)
-    return bar
+def _show_preparing(screen: _Screen, progress: object) -> None:
+    if screen.live and screen.due(_REFRESH):
+        screen.show(prepare_text(progress, screen.console.width, screen.unicode))
+    elif screen.plain and screen.due(_PLAIN_PREPARING):
+        screen.line(prepare_text(progress, 200, screen.unicode).plain)
