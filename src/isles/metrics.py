@@ -133,7 +133,7 @@ class MetricsFile:
         self.path = path
         try:
             _drop_cut_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -141,10 +141,10 @@ class MetricsFile:
         return DataError(f"{self.path} cannot be written ({_reason(error)}); free space or choose a writable folder")
 
     def append(self, record: StepRecord) -> None:
-        line = to_json_line(record) + "\n"
+        rest = memoryview((to_json_line(record) + "\n").encode())
         try:
-            self._file.write(line)
-            self._file.flush()
+            while rest:  # a full disk may take a part of it before it says so
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -154,7 +154,7 @@ class MetricsFile:
         self._file.close()
         try:
             _replace(self.path, "".join(to_json_line(record) + "\n" for record in kept))
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from error
 

@@ -32,7 +32,8 @@ def generate(
 
     temperature 0 always takes the likeliest token; top_k 0 chooses among all. A context longer than the model's is cut from the left, an
     empty prompt starts after an end-of-text. The same seed gives the same text. No KV cache: the cut context moves every position."""
-    longest: int = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", 1024)
+    config: Any = model.config
+    longest: int = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 1024)
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)]

@@ -34,8 +34,8 @@ def _scaled(count: float, step: int, units: Sequence[str], digits: Callable[[flo
     """The figure in the largest unit that leaves it below `step` as it is written, so never '1024.0 KiB' or '1e+03K'."""
     value, last = float(count), len(units) - 1
     for i, unit in enumerate(units):
-        whole = i == 0 and value == int(value)
-        text = f"{value:.0f}" if whole or i == last or (unit == "B" and i == 0) else digits(value)
+        whole = value == int(value) if i == 0 else abs(value) >= step
+        text = f"{value:.0f}" if whole or unit == "B" and i == 0 else digits(value)
         if abs(float(text)) < step or i == last:
             return f"{text}{space}{unit}"
         value /= step
