@@ -33,7 +33,8 @@ def generate(
     temperature 0 always takes the likeliest token; top_k 0 chooses among all. A context longer than the model's is cut from the left, an
     empty prompt starts after an end-of-text. The same seed gives the same text. No KV cache: the cut context moves every position."""
     config: Any = model.config
-    longest: int = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 1024)
+    limits: list[int] = [n for n in (getattr(config, k, None) for k in ("max_position_embeddings", "n_positions")) if n]
+    longest = min(limits, default=1024)
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)]

@@ -91,7 +91,7 @@ def choose_shape(table: ModelTable, *, vocab_size: int, sequence_length: int) ->
 def _misfit(shape: Shape, target: int) -> float:
     aspect = _interpolate(_ASPECT[shape.family], target)
     size = max(0.0, abs(math.log(shape.count() / target)) - 0.05)  # closer than 5% buys nothing; a usual shape does
-    odd_heads = 0.0 if shape.heads % 4 == 0 or shape.hidden_size < 512 else 0.1
+    odd_heads = 0.1 if shape.hidden_size >= 512 and shape.heads % 4 else 0.5 if shape.head_dim < 32 else 0.0
     return 20 * size + abs(math.log(shape.hidden_size / shape.layers / aspect)) + odd_heads
 
 
