@@ -48,6 +48,12 @@ def test_the_closed_count_is_the_built_models(family: str, size: str, vocabulary
     assert count_parameters(table, vocab_size=vocabulary, sequence_length=128, base=Path()) == shape.count()
 
 
+@pytest.mark.parametrize(("size", "layers", "width", "count"), [("0.13M", 2, 64, 117_120), ("0.8M", 4, 128, 824_576)])
+def test_presets_that_published_figures_rest_on_do_not_change(size: str, layers: int, width: int, count: int) -> None:
+    shape = choose_shape(ModelTable(family="llama", parameters=size), vocab_size=257, sequence_length=64)
+    assert (shape.layers, shape.hidden_size, shape.count()) == (layers, width, count)
+
+
 def test_a_vocabulary_larger_than_the_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"vocabulary of 151,936.*larger size or a tokenizer with fewer tokens"):
         choose_shape(ModelTable(family="llama", parameters="1M"), vocab_size=151_936, sequence_length=64)
