@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,7 @@ def test_truncating_keeps_exactly_the_steps_up_to_the_checkpoint_and_goes_on(
         file.truncate_after(at)
         file.append(record(1000))
     assert [r.step for r in read_records(path)] == [s for s in steps if s <= at] + [1000]
-    assert os.listdir(path.parent) == ["metrics.jsonl"]  # no temporary file stays
+    assert [f.name for f in path.parent.iterdir()] == ["metrics.jsonl"]  # no temporary file stays
 
 
 def test_an_unwritable_place_is_a_sentence_that_names_it(tmp_path: Path) -> None:
@@ -182,7 +181,7 @@ def test_a_summary_read_back_is_the_one_written(tmp_path: Path) -> None:
     write_summary(path, SUMMARY)
     assert read_summary(path) == SUMMARY
     assert set(json.loads(path.read_text())) == set(asdict(SUMMARY))
-    assert os.listdir(tmp_path) == ["summary.json"]
+    assert [f.name for f in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_summary_with_nan_leaves_the_one_that_was_there(tmp_path: Path) -> None:

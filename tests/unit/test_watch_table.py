@@ -91,7 +91,7 @@ BIG = [
 @pytest.mark.parametrize(
     "runs", [[DILOCO, DDP, SINGLE], [replace(DILOCO, complete=False), DDP], BIG], ids=["usual", "stopped", "big"]
 )
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+@pytest.mark.parametrize("width", range(40, 140, 3))
 def test_nothing_is_cut_at_any_width(runs: list[Summary], width: int) -> None:
     lines = shown(runs, width)
     assert max(map(len, lines)) <= width
@@ -104,10 +104,8 @@ def test_80_columns_hold_what_a_comparison_is_for_in_one_line_a_run() -> None:
     lines = shown([DILOCO, DDP, SINGLE], 80)
     assert lines[3].split() == ["DiLoCo", "205K", "2.2000", "80%", "244.1", "KiB", "75x", "1:08", "3.03K"]
     assert lines[4] == "4 clusters, H = 10"
-    assert (
-        " ".join(lines[0:2]).split()
-        == "held-out gap sent a fewer tokens run tokens loss closed cluster bytes time per s".split()
-    )
+    assert lines[0].split() == ["held-out", "gap", "sent", "a", "fewer", "tokens"]
+    assert lines[1].split() == ["run", "tokens", "loss", "closed", "cluster", "bytes", "time", "per", "s"]
     assert len(lines) == 7
 
 

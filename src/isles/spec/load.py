@@ -22,12 +22,12 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> Spec:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is larger than a run.toml can be; is it another file?")
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark in front
     except FileNotFoundError as error:
         raise SpecError(f"{path} does not exist; `isles init {path.parent}` writes one") from error
     except IsADirectoryError as error:
         raise SpecError(f"{path} is a folder; name the run.toml in it") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and thousands of brackets
         raise SpecError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}") from error
@@ -55,7 +55,7 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
         raise SpecError(f"--set {text!r} must read table.key=value, for example train.local_steps=50")
     try:
         return table, key, tomllib.loads(f"v = {raw.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return table, key, raw.strip()  # a bare word is a string, so that no shell quoting is needed
 
 

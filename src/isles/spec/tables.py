@@ -89,7 +89,7 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
-    path: str = Field("data", description="folder of token shards, made by `isles data prepare`; relative to run.toml")
+    path: str = Field("data", min_length=1, description="folder of token shards, made by `isles data prepare`; relative to run.toml")
     inputs: tuple[str, ...] = Field(
         (), description="text to prepare into `path` when it does not exist yet: files, folders, globs, or 'python:stdlib'"
     )
@@ -113,7 +113,7 @@ class TrainTable(Table):
     )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: matrix products in bf16 over fp32 master weights")
     device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:N or mps")
-    threads: int = Field(0, ge=0, description="CPU threads that torch may use; 0 leaves torch's own choice")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads that torch may use; 0 leaves torch's own choice")
 
     @model_validator(mode="after")
     def _divides(self) -> TrainTable:

@@ -229,7 +229,7 @@ def _labels(runs: Sequence[RunSeries]) -> list[tuple[str, str]]:
             facts.append(settings(s))
         if not s.complete:
             facts.append(f"stopped at step {s.steps:,}")
-        labels.append((name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…", " · ".join(facts)))
+        labels.append((name if len(name) <= _LONGEST else f"{name[:20]}…{name[21 - _LONGEST :]}", " · ".join(facts)))
     return labels
 
 

@@ -35,7 +35,7 @@ def _scaled(count: float, step: int, units: Sequence[str], digits: Callable[[flo
     value, last = float(count), len(units) - 1
     for i, unit in enumerate(units):
         whole = value == int(value) if i == 0 else abs(value) >= step
-        text = f"{value:.0f}" if whole or unit == "B" and i == 0 else digits(value)
+        text = f"{value:.0f}" if whole or (unit == "B" and i == 0) else digits(value)
         if abs(float(text)) < step or i == last:
             return f"{text}{space}{unit}"
         value /= step
