@@ -59,10 +59,10 @@ def main() -> None:
         complain(_outside(error))
         forget_output()
         code = IslesError.exit_code
-    except MemoryError:
-        complain("there is not enough memory; choose a smaller model, batch or number of clusters")
-        code = IslesError.exit_code
     except Exception as error:
+        if _is_out_of_memory(error):
+            complain("there is not enough memory; choose a smaller model, batch or number of clusters")
+            sys.exit(IslesError.exit_code)
         if not hasattr(error, "format_message"):  # click's own mistakes know how to say themselves; typer ships its own click
             raise
         if type(error).__name__ != "NoArgsIsHelpError":  # the help itself has been printed then
@@ -77,6 +77,13 @@ def _usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     name = context.command_path if context else "isles"
     return f"{text[:1].lower()}{text[1:]}; see {name} --help"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch says it with a RuntimeError: on the CPU a plain one, on a GPU one of its own class."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error))
+    )
 
 
 def _outside(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 Checkpoint = Annotated[
     int | None, typer.Option("--checkpoint", help="Step of the checkpoint to use; the newest when left out.")
 ]
+
+MIN_TEMPERATURE = 1e-3  # below it a quotient overflows, and nothing but the likeliest token is drawn anyway
+# What an earlier export may have left, and may therefore be replaced.
+_EXPORTED = re.compile(
+    r"^((generation_)?config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*"
+    r"|(special_tokens_map|added_tokens|vocab)\.json|vocab\.txt|merges\.txt|chat_template.*)$"
+)
+
+
+def _check_target(folder: Path) -> None:
+    """An export replaces its folder as a whole, so it must hold nothing but an earlier export. Raises UsageError."""
+    if folder.resolve() == Path.cwd():
+        raise UsageError(f"{folder} is the folder you are in, which an export would replace; name a new folder")
+    others = [p.name for p in folder.iterdir() if not _EXPORTED.match(p.name)] if folder.is_dir() else []
+    if others:
+        raise UsageError(f"{folder} holds {sorted(others)[0]}, which no export wrote; choose another --out")
 
 
 def load_run(folder: Path, step: int | None) -> tuple[torch.nn.Module, torch.Tensor, Tokenizer, int]:
@@ -61,6 +78,7 @@ def register(app: typer.Typer) -> None:
         """Write a folder that transformers loads: weights in safetensors, config and tokenizer."""
         from isles.model import export_model
 
+        _check_target(to)
         model, values, tokenizer, step = load_run(folder, checkpoint)
         export_model(model, values, tokenizer.save, to, eos_id=tokenizer.eos_id)
         if as_json:
@@ -75,17 +93,23 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[Path, typer.Argument(metavar="DIR", parser=path_given, help="A run's folder or an exported model.")],
         prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")] = "",
         max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1_000_000, help="New tokens at most.")] = 200,
-        temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest token.")] = 0.8,
+        temperature: Annotated[
+            float, typer.Option("--temperature", min=0.0, max=100.0, help="0 always takes the likeliest token.")
+        ] = 0.8,
         top_k: Annotated[
             int, typer.Option("--top-k", min=0, help="Choose among this many likeliest tokens; 0 among all.")
         ] = 40,
-        seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice.")] = 0,
+        seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the choice.")] = 0,
         checkpoint: Checkpoint = None,
         as_json: Json = False,
     ) -> None:
         """Let a trained model write."""
         from isles.model import generate
 
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise UsageError(
+                f"--temperature is 0 or at least {MIN_TEMPERATURE}, not {temperature}; 0 takes the likeliest token"
+            )
         model, tokenizer = load_for_sampling(folder, checkpoint)
         text = generate(model, tokenizer, prompt, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
         if as_json:

@@ -9,8 +9,12 @@ checkpoints/      see isles.worker.checkpoint
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,8 @@ from isles.spec import Spec, spec_from
 from isles.worker.checkpoint import CheckpointStore
 
 FORMAT = 1
+_UNFINISHED = {".run.json.writing", ".tokenizer.writing"}  # all that a run leaves that is killed before its first step
+_FIELDS = {"spec": dict, "base": str, "baseline": str, "vocab_size": int, "data_digest": str, "layout": dict}
 
 
 def spec_digest(spec: Spec) -> str:
@@ -60,7 +66,7 @@ class RunFolder:
             raise UsageError(f"{self.path} holds no run to resume; start it without --resume")
         if exists and not resume:
             raise UsageError(f"{self.path} already holds a run; go on with it with --resume, or choose another --out")
-        if not exists and self.path.is_dir() and any(self.path.iterdir()):
+        if not exists and self.path.is_dir() and any(path.name not in _UNFINISHED for path in self.path.iterdir()):
             raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -70,9 +76,11 @@ class RunFolder:
     def write_run(
         self, *, spec: Spec, base: Path, baseline: str, vocab_size: int, layout: Layout, data_digest: str, tokenizer: Path
     ) -> None:
-        """Record what the run is, before its first step."""
+        """Record what the run is, before its first step. A resumed run calls it too, which mends a damaged record."""
+        copied = self.path / ".tokenizer.writing"
+        shutil.rmtree(copied, ignore_errors=True)
         if tokenizer.is_dir() and not self.tokenizer.exists():
-            shutil.copytree(tokenizer, self.tokenizer)
+            shutil.copytree(tokenizer, copied)
         record = {
             "format": FORMAT,
             "spec": spec.model_dump(mode="json", exclude_none=True),
@@ -85,6 +93,24 @@ class RunFolder:
         temporary = self.path / ".run.json.writing"
         temporary.write_text(json.dumps(record, indent=1))
         temporary.replace(self.path / "run.json")
+        if copied.exists():
+            copied.rename(self.tokenizer)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from working in the folder meanwhile. Raises UsageError when one does."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise UsageError(f"another process is at work in {self.path}; wait for it, or choose another --out") from error
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield
+        finally:
+            os.close(handle)
 
     def read_run(self) -> dict[str, Any]:
         """What `write_run` recorded. Raises UsageError when this is no run folder, CheckpointError when it is damaged."""
@@ -92,17 +118,26 @@ class RunFolder:
         try:
             record: dict[str, Any] = json.loads(path.read_text())
             version = record["format"]
+            complete = version != FORMAT or all(isinstance(record[key], kind) for key, kind in _FIELDS.items())
         except FileNotFoundError as error:
             raise UsageError(
                 f"{self.path} is no run's folder: it has no run.json; name the --out of `isles simulate`"
             ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); the checkpoints beside it are untouched") from error
+            raise CheckpointError(f"{path} cannot be read ({error}); `isles simulate` with --resume writes it again") from error
         if version != FORMAT:
             raise CheckpointError(
                 f"{path} is of format {version}, this isles reads format {FORMAT}; use the isles that wrote it"
             )
+        if not complete:
+            raise CheckpointError(f"{path} is damaged; `isles simulate` with --resume writes it again")
         return record
+
+    def digest(self) -> str:
+        """What the checkpoints of this run carry."""
+        record = self.read_run()
+        spec = spec_from(record["spec"], source=str(self.path / "run.json"))
+        return run_digest(spec, record["baseline"], record["data_digest"], Layout.from_dict(record["layout"]))
 
     def load_model(self, step: int | None = None) -> tuple[torch.nn.Module, torch.Tensor, int]:
         """The run's model, its global parameters (fp32, shape [layout.total]) and the step they are from.
@@ -110,8 +145,7 @@ class RunFolder:
         The model holds freshly initialised weights; the caller lays the values over it. Raises CheckpointError."""
         record = self.read_run()
         spec = spec_from(record["spec"], source=str(self.path / "run.json"))
-        digest = run_digest(spec, record["baseline"], record["data_digest"], Layout.from_dict(record["layout"]))
-        checkpoint = self.checkpoints(digest, spec.checkpoint.keep).load(step)
+        checkpoint = self.checkpoints(self.digest(), spec.checkpoint.keep).load(step)
         model = build_model(
             spec.model,
             vocab_size=record["vocab_size"],

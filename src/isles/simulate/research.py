@@ -7,6 +7,7 @@ saved when due. On the CPU a run is reproducible bit for bit, interrupted and re
 from __future__ import annotations
 
 import copy
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from isles.data import Dataset, Progress, open_or_prepare
 from isles.data.index import TOKENIZER_FOLDER
-from isles.errors import DivergedError
+from isles.errors import CheckpointError, DivergedError
 from isles.metrics import MetricsFile, StepRecord, Summary, read_records, write_summary
 from isles.model import FlatParameters, Layout, build_model
 from isles.simulate.folder import RunFolder, run_digest, spec_digest
@@ -58,6 +59,7 @@ class Simulation:
         else:
             self.method = OneModel(spec, make_trainer, self.layout, train, baseline)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.saved: int | None = None  # step that is safe in a checkpoint
         self.recent: list[float] = []
         self.held_out_loss = float("nan")
 
@@ -111,12 +113,15 @@ class Simulation:
         return self.held_out_loss
 
     def _check(self, tick: Tick) -> None:
-        if not np.isfinite(tick.loss):
+        if not np.isfinite([tick.loss, tick.grad_norm]).all():
+            what = "gradient norm" if np.isfinite(tick.loss) else "training loss"
+            value = tick.grad_norm if np.isfinite(tick.loss) else tick.loss
             raise DivergedError(
-                f"the training loss is {tick.loss} at step {self.step}; lower optimizer.lr, or outer.lr if it happened just after a round"
+                f"the {what} is {value} at step {self.step}; lower optimizer.lr, or outer.lr if it happened just after a round"
             )
 
     def save(self, store: CheckpointStore) -> Path:
+        """Write a checkpoint. Those of later steps go: the run went back to before them, they may be damaged or differ."""
         counters, tensors = self.method.state()
         state = {
             "method": counters,
@@ -126,13 +131,18 @@ class Simulation:
             "recent": self.recent,
             "held_out_loss": self.held_out_loss if np.isfinite(self.held_out_loss) else None,
         }
-        return store.save(self.step, state, tensors)
+        for later in store.steps():
+            if later > self.step:
+                shutil.rmtree(store.path(later), ignore_errors=True)
+        path = store.save(self.step, state, tensors)
+        self.saved = self.step
+        return path
 
     def load(self, store: CheckpointStore, step: int | None = None) -> None:
         checkpoint = store.load(step)
         state: dict[str, Any] = checkpoint.state
         self.method.load(state["method"], checkpoint.tensors)
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.step, self.saved, self.tokens, self.seconds = state["step"], state["step"], state["tokens"], state["seconds"]
         self.recent = state["recent"]
         self.held_out_loss = float("nan") if state["held_out_loss"] is None else state["held_out_loss"]
 
@@ -187,24 +197,28 @@ def simulate(
         CheckpointError: a checkpoint is missing, damaged or of another run. DivergedError: the loss is no number any more.
     """
     base, folder = Path(base), RunFolder(Path(out)) if out else None
-    if folder:
-        folder.begin(resume=resume)
-    run = Simulation(spec, base=base, baseline=baseline, on_prepare=on_prepare)
     with ExitStack() as stack:
+        if folder:
+            folder.begin(resume=resume)
+            stack.enter_context(folder.held())
+        run = Simulation(spec, base=base, baseline=baseline, on_prepare=on_prepare)
         store = metrics = None
         if folder:
             store = folder.checkpoints(run.digest, spec.checkpoint.keep)
-            if resume:
+            if resume and (store.steps() or checkpoint is not None):
                 run.load(store, checkpoint)
-            else:
-                folder.write_run(
-                    spec=spec, base=base, baseline=baseline, vocab_size=run.dataset.vocab_size, layout=run.layout,
-                    data_digest=run.dataset.digest, tokenizer=run.dataset.folder / TOKENIZER_FOLDER,
-                )  # fmt: skip
+            elif resume and folder.digest() != run.digest:  # it was killed before its first checkpoint, so it starts at step 0
+                raise CheckpointError(
+                    f"{folder.path} belongs to another run: its spec, data or model differ from the one given; resume with the run.toml it was started with, or choose another --out"
+                )
+            folder.write_run(
+                spec=spec, base=base, baseline=baseline, vocab_size=run.dataset.vocab_size, layout=run.layout,
+                data_digest=run.dataset.digest, tokenizer=run.dataset.folder / TOKENIZER_FOLDER,
+            )  # fmt: skip
             metrics = stack.enter_context(MetricsFile(folder.metrics))
             metrics.truncate_after(run.step)
         _loop(run, store, metrics, observer, stop)
-        if store and (not store.steps() or store.steps()[-1] != run.step):
+        if store and run.saved != run.step:
             run.save(store)
     summary = run.summary()
     if folder:

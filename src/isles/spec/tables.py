@@ -89,7 +89,9 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
-    path: str = Field("data", min_length=1, description="folder of token shards, made by `isles data prepare`; relative to run.toml")
+    path: str = Field(
+        "data", min_length=1, description="folder of token shards, made by `isles data prepare`; relative to run.toml"
+    )
     inputs: tuple[str, ...] = Field(
         (), description="text to prepare into `path` when it does not exist yet: files, folders, globs, or 'python:stdlib'"
     )

@@ -30,7 +30,12 @@ def render_spec(spec: Spec, *, head: str = "") -> str:
 
 def render_reference() -> str:
     """docs/spec.md: every key with its type, default and meaning, in Markdown."""
-    lines = ["# run.toml", "", "Every key, made from the spec itself by `python -m isles.spec.template`. All have defaults but `[model]`.", ""]
+    lines = [
+        "# run.toml",
+        "",
+        "Every key, made from the spec itself by `python -m isles.spec.template`. All have defaults but `[model]`.",
+        "",
+    ]
     for name, field in Spec.model_fields.items():
         table = field.annotation
         assert isinstance(table, type) and issubclass(table, BaseModel)
