@@ -8,7 +8,7 @@ import sys
 import typer
 
 from isles.cli import compare, data, init, model, simulate
-from isles.cli.common import Stopped, complain, err, flush, forget_output, print_any_character
+from isles.cli.common import Stopped, complain, err, flush, forget, open_standard_files, print_any_character
 from isles.errors import EXIT_INTERRUPTED, IslesError, UsageError
 
 EXIT_PIPE = 141  # 128 + SIGPIPE: the reader of stdout went away
@@ -39,6 +39,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Entry point of `isles`."""
+    open_standard_files()
     print_any_character()
     try:
         code = app(standalone_mode=False)
@@ -53,11 +54,11 @@ def main() -> None:
         err.print("interrupted")
         code = EXIT_INTERRUPTED
     except BrokenPipeError:  # `isles ... | head`
-        forget_output()
+        forget(sys.stdout)
         code = EXIT_PIPE
     except OSError as error:
         complain(_outside(error))
-        forget_output()
+        forget(sys.stdout)
         code = IslesError.exit_code
     except Exception as error:
         if _is_out_of_memory(error):

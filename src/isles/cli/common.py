@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,21 +22,50 @@ from rich.text import Text
 MAX_SENTENCE = 1000  # characters; a mistake may quote a value that is a whole file
 
 
-class _Output(Console):
+class _Console(Console):
     """A console for text that people wrote: names are printed as they are, brackets and colons are no markup."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+    def __init__(self, file: Any = None) -> None:
+        super().__init__(file=file, highlight=False, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more. Progress then stops being shown, the work goes on; a result that nobody reads ends the command."""
-        self.quiet = True
-        if not self.stderr:
-            raise BrokenPipeError
+        raise BrokenPipeError
 
 
-err = _Output(stderr=True)
-out = _Output()
+class _Stderr:
+    """sys.stderr, whatever it is at the moment. When it cannot take more (its reader left, its disk is full), the work goes on."""
+
+    @property
+    def _stream(self) -> Any:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich puts itself in between while a display is live
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text)) if self._stream else 0
+        except OSError:
+            forget(self._stream)
+            return 0
+
+    def flush(self) -> None:
+        try:
+            if self._stream:
+                self._stream.flush()
+        except OSError:
+            forget(self._stream)
+
+    def isatty(self) -> bool:
+        return bool(self._stream) and bool(self._stream.isatty())
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+err = _Console(_Stderr())
+out = _Console()
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout, everything else on stderr.")]
 
@@ -110,12 +139,21 @@ def flush() -> None:
         sys.stdout.flush()
 
 
-def forget_output() -> None:
-    """After a failed write: keep the interpreter from trying once more when it ends."""
-    if sys.stdout is not None:
+def forget(stream: Any) -> None:
+    """After a failed write: send what is left, and what is still to come, nowhere; the interpreter would try again when it ends."""
+    with suppress(OSError, AttributeError, ValueError):  # the stream may be no file
         sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, sys.stdout.fileno())
+        os.dup2(sink, stream.fileno())
         os.close(sink)
+
+
+def open_standard_files() -> None:
+    """A shell can close stdout (`>&-`); the next file that is opened would take its number, and every message would go into it."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 class Stopped(Exception):
