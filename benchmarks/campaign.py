@@ -1,6 +1,6 @@
 """Many runs of the simulator from one recipe: the figures of docs/results.md.
 
-    python benchmarks/campaign.py recipes/curve.toml [--jobs 2] [--only PATTERN] [--results docs/results]
+    python benchmarks/campaign.py recipes/curve.toml [--jobs 2] [--only PATTERN] [--seeds 0 1]
 
 A recipe is a run.toml with three more keys: `seeds`, and a list of `[[runs]]`, each with a `name`, an optional `baseline`, the keys it
 `set`s, and a `grid` of keys with several values, every combination of which is a run. Results go to RESULTS/NAME.jsonl, one line a
@@ -106,9 +106,11 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
     parser.add_argument("--only", default="*", help="run only names that match this pattern")
+    parser.add_argument("--seeds", type=int, nargs="+", help="run only these of the recipe's seeds")
     parser.add_argument("--results", type=Path, default=Path("docs/results"))
     args = parser.parse_args()
-    jobs = [job for job in expand(tomllib.loads(args.recipe.read_text())) if fnmatch.fnmatch(job.name, args.only)]
+    jobs = list(expand(tomllib.loads(args.recipe.read_text())))
+    jobs = [j for j in jobs if fnmatch.fnmatch(j.name, args.only) and (args.seeds is None or j.seed in args.seeds)]
     path = args.results / f"{args.recipe.stem}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {json.loads(line)["key"] for line in path.read_text().splitlines()} if path.exists() else set()

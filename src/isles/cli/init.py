@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -44,14 +45,17 @@ def register(app: typer.Typer) -> None:
         as_json: Json = False,
     ) -> None:
         """Write a commented run.toml that works as it is."""
-        path = folder / "run.toml"
+        path, temporary = folder / "run.toml", folder / ".run.toml.writing"
         if path.exists() and not force:
             raise UsageError(f"{path} already exists; edit it, choose another folder, or overwrite it with --force")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(render_spec(spec_from(STARTER), head=HEAD), encoding="utf-8")
+            temporary.write_text(render_spec(spec_from(STARTER), head=HEAD), encoding="utf-8")
+            temporary.replace(path)
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+            with suppress(OSError):
+                temporary.unlink()
+            raise UsageError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
         if as_json:
             print_json({"path": str(path)})
         else:

@@ -28,7 +28,7 @@ from isles.spec import Spec, spec_from
 from isles.worker.checkpoint import CheckpointStore
 
 FORMAT = 1
-_UNFINISHED = {".run.json.writing", ".tokenizer.writing"}  # all that a run leaves that is killed before its first step
+_UNFINISHED = (".tokenizer.writing", ".run.json.writing")  # all that a run leaves that is killed before its first step
 _FIELDS = {"spec": dict, "base": str, "baseline": str, "vocab_size": int, "data_digest": str, "layout": dict}
 
 
@@ -77,10 +77,6 @@ class RunFolder:
         self, *, spec: Spec, base: Path, baseline: str, vocab_size: int, layout: Layout, data_digest: str, tokenizer: Path
     ) -> None:
         """Record what the run is, before its first step. A resumed run calls it too, which mends a damaged record."""
-        copied = self.path / ".tokenizer.writing"
-        shutil.rmtree(copied, ignore_errors=True)
-        if tokenizer.is_dir() and not self.tokenizer.exists():
-            shutil.copytree(tokenizer, copied)
         record = {
             "format": FORMAT,
             "spec": spec.model_dump(mode="json", exclude_none=True),
@@ -90,9 +86,20 @@ class RunFolder:
             "data_digest": data_digest,
             "layout": layout.to_dict(),
         }
-        temporary = self.path / ".run.json.writing"
-        temporary.write_text(json.dumps(record, indent=1))
-        temporary.replace(self.path / "run.json")
+        try:
+            self._write(json.dumps(record, indent=1), tokenizer)
+        except OSError as error:
+            why = error.strerror or error.args[0][0][2]  # copytree collects what its files met
+            raise CheckpointError(f"{self.path} cannot be written ({why}); free some space, or choose another --out") from error
+
+    def _write(self, record: str, tokenizer: Path) -> None:
+        """Both whole or not at all. The record goes first: by it the folder is known as ours, whenever this is killed."""
+        copied, written = (self.path / name for name in _UNFINISHED)
+        shutil.rmtree(copied, ignore_errors=True)
+        if tokenizer.is_dir() and not self.tokenizer.exists():
+            shutil.copytree(tokenizer, copied)
+        written.write_text(record)
+        written.replace(self.path / "run.json")
         if copied.exists():
             copied.rename(self.tokenizer)
 
