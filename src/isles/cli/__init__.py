@@ -42,7 +42,7 @@ def main() -> None:
     open_standard_files()
     print_any_character()
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="isles", standalone_mode=False)
         flush()
     except IslesError as error:
         complain(str(error))

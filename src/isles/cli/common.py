@@ -83,7 +83,10 @@ def print_json(value: Any) -> None:
     """One JSON object on stdout. What is no finite number becomes null, as JSON has none."""
     if sys.stdout is not None:  # closed by the shell: `isles ... >&-`
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        sys.stdout.write(json.dumps(_finite(plain), allow_nan=False) + "\n")
+        try:
+            sys.stdout.write(json.dumps(_finite(plain), allow_nan=False) + "\n")
+        except BrokenPipeError:
+            raise BrokenPipeError from None  # without a number, which typer would take for its own
 
 
 def _finite(value: Any) -> Any:
