@@ -165,8 +165,9 @@ def unequal(results: Path) -> str:
         settings = ", ".join(
             f"{k.split('.')[-1]} {v}" for k, v in row.chosen.items() if k not in ("clusters.events", "clusters.speeds")
         )
-        common = sorted(set(row.losses) & set(plain.losses))
-        difference = f"{statistics.fmean(row.losses[s] - plain.losses[s] for s in common):+.4f}" if common else "diverged"
+        beside = (find(rows, "mild-plain") if row.name.startswith("mild-") else plain) or plain
+        common = sorted(set(row.losses) & set(beside.losses))
+        difference = f"{statistics.fmean(row.losses[s] - beside.losses[s] for s in common):+.4f}" if common else "diverged"
         lines.append(
             [row.name.split("/")[0], settings or "-", f"{row.tokens / 1e6:.2f}M", f"{row.mean:.4f}", row.spread, difference]
         )
