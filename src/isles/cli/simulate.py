@@ -126,10 +126,8 @@ class Session:
                         self.stopped_with = stop.exit_code
                         break
             except KeyboardInterrupt:
-                raise Stopped(
-                    f"interrupted before the run was saved; from the checkpoint before, go on with: {self.command}",
-                    EXIT_INTERRUPTED,
-                ) from None
+                text = f"interrupted before the run was saved; from what was saved earlier, go on with: {self.command}"
+                raise Stopped(text, EXIT_INTERRUPTED) from None
         if self.stopped_with:
             err.print(f"stopped and saved at step {summaries[-1].steps}; go on with: {self.command}", soft_wrap=True)
         return summaries
