@@ -72,7 +72,7 @@ def perform(job: Job, base: Path) -> dict[str, Any]:
     import torch
 
     from isles.errors import DivergedError
-    from isles.simulate import simulate
+    from isles.simulator import simulate
     from isles.spec import spec_from
 
     torch.set_num_threads(1)

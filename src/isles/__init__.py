@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isles.data import Dataset, Ledger, Permutation
     from isles.errors import IslesError
     from isles.outer import OuterOptimizer
-    from isles.simulate import simulate
+    from isles.simulator import simulate
     from isles.spec import Spec, load_spec
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _HOMES = {
     "IslesError": "isles.errors",
     "Spec": "isles.spec",
     "load_spec": "isles.spec",
-    "simulate": "isles.simulate",
+    "simulate": "isles.simulator",
 }
 __all__ = [
     "Dataset",

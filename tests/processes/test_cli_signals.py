@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from isles import load_spec
-from isles.simulate import RunFolder, records, simulate
+from isles.simulator import RunFolder, records, simulate
 
 STEPS = 120
 ISLES = [sys.executable, "-c", "from isles.cli import main; main()"]

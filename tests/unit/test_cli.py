@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from isles.cli.common import print_json
-from isles.simulate import RunFolder
+from isles.simulator import RunFolder
 
 Isles = Callable[..., Any]  # the fixture of conftest.py
 
@@ -327,7 +327,7 @@ def test_what_the_machine_refuses_is_one_sentence(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("isles.simulate.simulate", refuse)
+    monkeypatch.setattr("isles.simulator.simulate", refuse)
     ended = isles("simulate", spec, "--out", tmp_path / "out")
     assert (ended.code, ended.out, len(ended.err.splitlines())) == (code, "", 1)
 
@@ -336,7 +336,7 @@ def test_a_bug_keeps_its_traceback(isles: Isles, spec: Path, monkeypatch: pytest
     def bug(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("isles.simulate.simulate", bug)
+    monkeypatch.setattr("isles.simulator.simulate", bug)
     with pytest.raises(ZeroDivisionError):
         isles("simulate", spec, "--out", "nowhere")
 

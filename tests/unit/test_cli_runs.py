@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isles.cli.common import Stop, stop_on_signals
-from isles.simulate import RunFolder
+from isles.simulator import RunFolder
 from isles.watch import RunDisplay
 
 Isles = Callable[..., Any]  # the fixture of conftest.py

@@ -11,8 +11,8 @@ import pytest
 
 from isles.errors import CheckpointError, DivergedError, UsageError
 from isles.metrics import StepRecord, Summary
-from isles.simulate import RunFolder, Simulation, records, simulate
-from isles.simulate.methods import Baseline, Diloco
+from isles.simulator import RunFolder, Simulation, records, simulate
+from isles.simulator.methods import Baseline, Diloco
 from isles.spec import Spec, spec_from
 
 

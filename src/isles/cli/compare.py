@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Compare runs: loss, tokens, bytes and speed side by side."""
         from isles.metrics import read_summary
-        from isles.simulate import RunFolder
+        from isles.simulator import RunFolder
         from isles.watch import comparison_rows, comparison_table, draw, load_series
 
         summaries = [read_summary(RunFolder(folder).summary) for folder in folders]

@@ -41,7 +41,7 @@ def load_run(folder: Path, step: int | None) -> tuple[torch.nn.Module, torch.Ten
     """A run's model, its global parameters in the model's own layout, its tokenizer and the step they are from."""
     from isles.data import load_tokenizer
     from isles.model import Layout, remap
-    from isles.simulate import RunFolder
+    from isles.simulator import RunFolder
 
     run = RunFolder(folder)
     model, values, at = run.load_model(step)

@@ -27,7 +27,7 @@ from isles.spec import Spec, load_spec
 
 if TYPE_CHECKING:
     from isles.metrics import StepRecord, Summary
-    from isles.simulate.methods import Baseline
+    from isles.simulator.methods import Baseline
     from isles.watch import RunDisplay
 
 
@@ -135,7 +135,7 @@ class Session:
     def _one(
         self, baseline: Baseline, path: Path, resume: bool, checkpoint: int | None, display: RunDisplay, stop: Stop
     ) -> Summary:
-        from isles.simulate import simulate
+        from isles.simulator import simulate
         from isles.watch import TensorBoard
 
         with TensorBoard(path / "tensorboard") as board:
@@ -163,8 +163,8 @@ class Session:
     def _done(self, path: Path) -> Summary | None:
         """The summary of a run that needs no more steps; None when it does, or when it is of another spec and has to say so."""
         from isles.metrics import read_summary
-        from isles.simulate import RunFolder
-        from isles.simulate.folder import spec_digest
+        from isles.simulator import RunFolder
+        from isles.simulator.folder import spec_digest
 
         file = RunFolder(path).summary
         summary = read_summary(file) if file.exists() else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from isles.errors import ModelError, UsageError
 from isles.model.build import quiet_transformers
@@ -41,9 +42,9 @@ def export_model(
         if out.exists():
             shutil.rmtree(out)
         temporary.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{out} cannot be written: {error.strerror or error}; check the folder and the room on its disk"
+            f"{out} cannot be written: {getattr(error, 'strerror', None) or error}; check the folder and the room on its disk"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

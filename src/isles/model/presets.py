@@ -137,7 +137,7 @@ def _shape(
 
 
 def _head_dim(width: int) -> int:
-    return next(dim for dim in ((128 if width >= 2048 else 64 if width >= 512 else 32), 64, 32, 16) if width % dim == 0)
+    return next(dim for dim in ((128 if width >= 2048 else 64 if width >= 512 else 32), 64, 32, 16, width) if width % dim == 0)
 
 
 def _round_up(value: float, multiple: int) -> int:

@@ -54,8 +54,8 @@ class ModelTable(Table):
     parameters: str | int | None = Field(
         None, description="preset size, 0.1M to 50B, for example '0.13M' or '30B'; layers and width are chosen to come close"
     )
-    layers: Positive | None = Field(None, description="transformer blocks, instead of the preset's")
-    hidden_size: Positive | None = Field(None, description="width of the residual stream, instead of the preset's")
+    layers: int | None = Field(None, ge=1, le=1024, description="transformer blocks, instead of the preset's")
+    hidden_size: int | None = Field(None, ge=1, le=65536, description="width of the residual stream, instead of the preset's")
     heads: Positive | None = Field(None, description="attention heads, instead of the preset's")
     config: str | None = Field(None, description="path of a transformers config.json, for any causal language model")
     pretrained: str | None = Field(None, description="folder (or hub id) of a pretrained model to go on from")

@@ -95,7 +95,7 @@ class CheckpointStore:
         Raises CheckpointError that names the file and what is wrong with it: missing, cut, altered, of another format or run."""
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"{self.folder} holds no checkpoint; start the run without --resume")
+            raise CheckpointError(f"{self.folder} holds no checkpoint; the run was stopped before it saved its first one")
         step = steps[-1] if step is None else step
         if step not in steps:
             raise CheckpointError(f"{self.folder} holds no checkpoint of step {step}; it has {', '.join(map(str, steps))}")

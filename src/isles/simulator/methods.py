@@ -18,8 +18,8 @@ from isles.codec import get_codec
 from isles.data import Dataset, Ledger
 from isles.model import Layout
 from isles.outer import LocalFragment, OuterOptimizer, outer_optimizer
-from isles.simulate.cluster import Cluster, SampleStream, Standing
-from isles.simulate.rounds import Rounds, clock_counters, in_flight_tensors, load_clock
+from isles.simulator.cluster import Cluster, SampleStream, Standing
+from isles.simulator.rounds import Rounds, clock_counters, in_flight_tensors, load_clock
 from isles.spec import Spec
 from isles.worker import Trainer
 

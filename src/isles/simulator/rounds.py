@@ -22,7 +22,7 @@ from isles.errors import DivergedError
 from isles.exchange import Contribution, average, bytes_on_wire, decode_chunks, encode_contribution
 from isles.model import Layout
 from isles.outer import OuterOptimizer
-from isles.simulate.cluster import Cluster
+from isles.simulator.cluster import Cluster
 from isles.spec import Spec
 
 Floats = NDArray[np.float32]
