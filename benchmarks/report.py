@@ -99,7 +99,13 @@ def _curve_lines(rows: Sequence[Row], single: Row, ddp: Row) -> list[list[str]]:
     for row in rows:
         h, codec, outer = _ints(row)
         closed = f"{100 * (single.mean - row.mean) / (single.mean - ddp.mean):.0f}%"
-        fewer = f"{ddp.bytes / row.bytes:.0f}x" if row.bytes else "sends nothing"
+        fewer = (
+            f"{ddp.bytes / row.bytes:.2g}x"
+            if 0 < ddp.bytes < row.bytes
+            else f"{ddp.bytes / row.bytes:.0f}x"
+            if row.bytes
+            else "sends nothing"
+        )
         excess = f"{100 * (row.mean / ddp.mean - 1):+.1f}%"
         name = {"ddp": "data-parallel", "single": "one cluster alone"}.get(
             row.baseline, row.name.split("/")[0].removeprefix("long-")

@@ -296,7 +296,7 @@ def test_a_failed_export_leaves_nothing_and_a_foreign_folder_is_safe(tmp_path: P
     assert not list(tmp_path.iterdir())
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("precious")
-    with pytest.raises(UsageError, match="no exported model"):
+    with pytest.raises(UsageError, match="which no export wrote"):
         export_model(model, values, ByteTokenizer().save, tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "precious"
     export_model(model, values, ByteTokenizer().save, tmp_path / "hf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,20 +20,6 @@ Checkpoint = Annotated[
 ]
 
 MIN_TEMPERATURE = 1e-3  # below it a quotient overflows, and nothing but the likeliest token is drawn anyway
-# What an earlier export may have left, and may therefore be replaced.
-_EXPORTED = re.compile(
-    r"^((generation_)?config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*"
-    r"|(special_tokens_map|added_tokens|vocab)\.json|vocab\.txt|merges\.txt|chat_template.*)$"
-)
-
-
-def _check_target(folder: Path) -> None:
-    """An export replaces its folder as a whole, so it must hold nothing but an earlier export. Raises UsageError."""
-    if folder.resolve() == Path.cwd():
-        raise UsageError(f"{folder} is the folder you are in, which an export would replace; name a new folder")
-    others = [p.name for p in folder.iterdir() if not _EXPORTED.match(p.name)] if folder.is_dir() else []
-    if others:
-        raise UsageError(f"{folder} holds {sorted(others)[0]}, which no export wrote; choose another --out")
 
 
 def load_run(folder: Path, step: int | None) -> tuple[torch.nn.Module, torch.Tensor, Tokenizer, int]:
@@ -76,9 +61,9 @@ def register(app: typer.Typer) -> None:
         as_json: Json = False,
     ) -> None:
         """Write a folder that transformers loads: weights in safetensors, config and tokenizer."""
-        from isles.model import export_model
+        from isles.model import check_export_target, export_model
 
-        _check_target(to)
+        check_export_target(to)  # before the run is read, which takes a while
         model, values, tokenizer, step = load_run(folder, checkpoint)
         export_model(model, values, tokenizer.save, to, eos_id=tokenizer.eos_id)
         if as_json:

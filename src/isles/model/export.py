@@ -6,6 +6,7 @@ The folder is written beside its final name and renamed, so that an export that 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,23 @@ from isles.errors import ModelError, UsageError
 from isles.model.build import quiet_transformers
 from isles.model.layout import FlatParameters, Layout
 
+# What an earlier export may have left, and may therefore be replaced.
+_EXPORTED = re.compile(
+    r"^((generation_)?config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*"
+    r"|(special_tokens_map|added_tokens|vocab)\.json|vocab\.txt|merges\.txt|chat_template.*)$"
+)
+
+
+def check_export_target(folder: Path) -> None:
+    """An export replaces its folder as a whole, so it must hold nothing but an earlier export. Raises UsageError."""
+    if folder.resolve() == Path.cwd():
+        raise UsageError(f"{folder} is the folder you are in, which an export would replace; name a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; choose another --out")
+    others = [p.name for p in folder.iterdir() if not _EXPORTED.match(p.name)] if folder.is_dir() else []
+    if others:
+        raise UsageError(f"{folder} holds {sorted(others)[0]}, which no export wrote; choose another --out")
+
 
 def export_model(
     model: Any, values: torch.Tensor, save_tokenizer: Callable[[Path], None], out: Path, *, eos_id: int | None = None
@@ -27,8 +45,7 @@ def export_model(
     model: a built model of the run's spec; values: fp32, shape [total], in the layout of `Layout.of(model)`; save_tokenizer: writes the
     tokenizer's files into a folder; eos_id: the end-of-text token, for generation. Raises UsageError when `out` holds something else than an
     export, ModelError when the disk refuses."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").exists())):
-        raise UsageError(f"{out} is not empty and no exported model; choose another --out")
+    check_export_target(out)
     FlatParameters(model, Layout.of(model)).copy_from(values, 0, values.numel())
     if eos_id is not None:
         model.config.eos_token_id = model.generation_config.eos_token_id = eos_id
