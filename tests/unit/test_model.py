@@ -1,24 +1,30 @@
-"""Models: presets of the right size, weights from the seed alone, the flat layout, and an export that others load."""
+"""Models: presets of the right size, and weights from the seed alone or from a folder."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isles.data import ByteTokenizer
-from isles.errors import ModelError, UsageError
-from isles.model import FlatParameters, Layout, build_model, count_parameters, export_model, generate, load_exported, remap
+from isles.errors import ModelError
+from isles.model import (
+    Layout,
+    build_model,
+    count_parameters,
+    export_model,
+    prepare_for_training,
+)
 from isles.model.presets import choose_shape
 from isles.spec import ModelTable
 
 FAMILIES = ("gpt2", "llama", "qwen3")
+
+
 SIZES = ("0.1M", "0.13M", "0.8M", "3M", "30M", "124M", "1B", "8B", "30B", "50B")
 
 
@@ -54,6 +60,61 @@ def test_presets_that_published_figures_rest_on_do_not_change(size: str, layers:
     assert (shape.layers, shape.hidden_size, shape.count()) == (layers, width, count)
 
 
+PUBLISHED = [  # family, size as people say it, vocabulary, sequence length, parameters as published
+    ("gpt2", "124M", 50_257, 1024, 124_439_808), ("gpt2", "355M", 50_257, 1024, 354_823_168),
+    ("gpt2", "774M", 50_257, 1024, 774_030_080), ("gpt2", "1.5B", 50_257, 1024, 1_557_611_200),
+    ("llama", "1.24B", 128_256, 2048, 1_235_814_400), ("llama", "3B", 128_256, 2048, 3_212_749_824),
+    ("llama", "7B", 32_000, 2048, 6_738_415_616), ("llama", "8B", 128_256, 2048, 8_030_261_248),
+    ("llama", "13B", 32_000, 2048, 13_015_864_320), ("llama", "34B", 32_000, 2048, 33_743_970_304),
+    ("qwen3", "0.6B", 151_936, 2048, 596_049_920), ("qwen3", "1.7B", 151_936, 2048, 1_720_574_976),
+    ("qwen3", "4B", 151_936, 2048, 4_022_468_096), ("qwen3", "8B", 151_936, 2048, 8_190_735_360),
+    ("qwen3", "14B", 151_936, 2048, 14_768_307_200), ("qwen3", "32B", 151_936, 2048, 32_762_123_264),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "size", "vocabulary", "length", "count"), PUBLISHED)
+def test_a_published_size_gives_the_published_model(family: str, size: str, vocabulary: int, length: int, count: int) -> None:
+    table = ModelTable(family=family, parameters=size)  # type: ignore[arg-type]
+    assert choose_shape(table, vocab_size=vocabulary, sequence_length=length).count() == count
+    assert count_parameters(table, vocab_size=vocabulary, sequence_length=length, base=Path()) == count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", [8, 34, 50, 100, 2050])
+def test_any_even_width_is_a_model(family: str, width: int) -> None:
+    table = ModelTable(family=family, layers=1, hidden_size=width)  # type: ignore[arg-type]
+    shape = choose_shape(table, vocab_size=257, sequence_length=32)
+    assert shape.heads * shape.head_dim == width and shape.head_dim % 2 == 0
+    assert shape.count() == count_parameters(table, vocab_size=257, sequence_length=32, base=Path())
+    if width < 1000:
+        assert _build(table)(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [({"layers": 2, "hidden_size": 33}, "hidden_size 33 is odd.*choose a multiple of 64"),
+     ({"layers": 2, "hidden_size": 33, "heads": 3}, "heads 3 does not divide model.hidden_size 33 into heads of an even size"),
+     ({"layers": 2, "hidden_size": 32, "heads": 64}, "heads 64 does not divide model.hidden_size 32"),
+     ({"parameters": "10M", "hidden_size": 16}, "and hidden_size 16 comes near 10,000,000.*choose another size"),
+     ({"parameters": "1M", "heads": 1009}, "heads 1009 does not divide the width of any preset of this size")],
+)  # fmt: skip
+def test_a_shape_that_cannot_be_says_why(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        choose_shape(ModelTable(family="llama", **table), vocab_size=257, sequence_length=64)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_preset_leaves_open_follows_from_what_is_given() -> None:
+    wide = choose_shape(ModelTable(family="gpt2", parameters="3M", hidden_size=64), vocab_size=257, sequence_length=64)
+    assert wide.hidden_size == 64 and abs(wide.count() - 3e6) <= 0.45e6
+    many = choose_shape(ModelTable(family="llama", parameters="1M", heads=7), vocab_size=257, sequence_length=64)
+    assert many.heads == 7 and abs(many.count() - 1e6) <= 1.5e5
+    deep = choose_shape(ModelTable(family="qwen3", parameters="1M", layers=3), vocab_size=257, sequence_length=64)
+    assert deep.layers == 3 and abs(deep.count() - 1e6) <= 1.5e5
+    exact = ModelTable(family="gpt2", parameters="10M", layers=1, hidden_size=32)
+    assert choose_shape(exact, vocab_size=257, sequence_length=64).layers == 1
+
+
 def test_a_vocabulary_larger_than_the_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"vocabulary of 151,936.*larger size or a tokenizer with fewer tokens"):
         choose_shape(ModelTable(family="llama", parameters="1M"), vocab_size=151_936, sequence_length=64)
@@ -71,12 +132,11 @@ def test_shape_and_tying_can_be_given() -> None:
 def test_weights_follow_from_the_seed_alone(family: str) -> None:
     torch.manual_seed(1)
     a = _build(_tiny(family))
-    state = torch.get_rng_state()
     torch.manual_seed(2)
     b, c = _build(_tiny(family)), _build(_tiny(family), seed=5)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert not all(torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters(), strict=True))
-    torch.set_rng_state(state)
+    torch.manual_seed(1234)  # a state that no build leaves behind by itself
     before = torch.get_rng_state()
     _build(_tiny(family))
     assert torch.equal(torch.get_rng_state(), before)
@@ -104,7 +164,10 @@ def test_any_config_json_of_a_causal_model_works(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"vocab_size": 100}, "vocabulary of 100.*needs 257"), ({"max_position_embeddings": 16}, "up to 16 tokens.*sequence_length is 32"),
-     ({"model_type": "no-such-thing"}, "no config that transformers can read")],
+     ({"model_type": "no-such-thing"}, "no config that transformers can read"), ({"model_type": "t5"}, "cannot build a causal language"),
+     ({"model_type": "musicgen"}, "no config that transformers can read"), ({"hidden_act": "nope"}, "cannot build.*KeyError 'nope'"),
+     ({"hidden_size": "x"}, "expected int, got str"), ({"hidden_size": -4}, "cannot build"),
+     ({"num_key_value_heads": 3}, "2 attention heads, which 3 key-value heads cannot share")],
 )  # fmt: skip
 def test_a_config_that_does_not_fit_says_why(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -115,210 +178,115 @@ def test_a_config_that_does_not_fit_says_why(change: dict[str, Any], words: str,
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_garbage_models_are_one_sentence(tmp_path: Path) -> None:
+def test_missing_and_garbage_models_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "folder").mkdir()
-    for table in (
-        ModelTable(config="none.json"),
-        ModelTable(config="bad.json"),
-        ModelTable(pretrained="folder"),
-        ModelTable(pretrained="nobody/no-such-model"),
+    for table, words in (
+        (ModelTable(config="none.json"), "does not exist"),
+        (ModelTable(config="bad.json"), "no config that transformers can read"),
+        (ModelTable(pretrained="folder"), "cannot be loaded"),
+        (ModelTable(pretrained="./nowhere"), "does not exist"),
+        (ModelTable(pretrained="nobody/no-such-model"), "cannot be loaded.*hub id and be online"),
     ):
-        with pytest.raises(ModelError) as caught:
-            _build(table, base=tmp_path)
-        assert "\n" not in str(caught.value)
+        for use in (build_model, count_parameters):
+            seed = {"seed": 0} if use is build_model else {}
+            with pytest.raises(ModelError, match=words) as caught:
+                use(table, vocab_size=257, sequence_length=32, base=tmp_path, **seed)  # type: ignore[operator]
+            assert "\n" not in str(caught.value)
+
+    def ask_the_hub(*_: object, **__: object) -> None:
+        raise AssertionError("a path became a question to the hub")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", ask_the_hub)
+    with pytest.raises(ModelError, match=r"model\.config mine/llama does not exist"):
+        _build(ModelTable(config="mine/llama"), base=tmp_path)
 
 
-def test_a_tied_weight_has_one_slot() -> None:
-    model = _build(_tiny())
-    layout = Layout.of(model)
-    assert layout.total == sum(p.numel() for p in model.parameters())
-    assert sum("embed" in s.name or "lm_head" in s.name for s in layout.slots) == 1
-    flat = FlatParameters(model, layout)
-    flat.values.zero_()
-    assert not model.get_output_embeddings().weight.any() and not model.get_input_embeddings().weight.any()
+def _config_file(folder: Path, **values: Any) -> ModelTable:
+    common = {"model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    (folder / "c.json").write_text(json.dumps(common | values))
+    return ModelTable(config="c.json")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fragments", [1, 2, 3, 4])
-@pytest.mark.parametrize("order", ["strided", "sequential"])
-def test_fragments_are_contiguous_and_cover_everything(family: str, fragments: int, order: Any) -> None:
-    layout = Layout.of(_build(_tiny(family)), fragments, order)
-    assert layout.fragments[0][0] == 0 and layout.fragments[-1][1] == layout.total
-    assert all(a[1] == b[0] and a[0] < a[1] for a, b in zip(layout.fragments, layout.fragments[1:], strict=False))
-    for slot in layout.slots:
-        start, stop = layout.fragments[slot.fragment]
-        assert start <= slot.offset and slot.offset + slot.numel <= stop
+def test_weights_start_in_fp32_whatever_the_config_says(tmp_path: Path) -> None:
+    narrow, wide = (_build(_config_file(tmp_path, dtype=dtype), base=tmp_path) for dtype in ("bfloat16", "float32"))
+    assert all(torch.equal(p, q) for p, q in zip(narrow.parameters(), wide.parameters(), strict=True))
+    assert narrow.config.dtype == torch.float32
 
 
-def test_blocks_are_dealt_out_strided_or_in_sequence() -> None:
-    model = _build(ModelTable(family="llama", layers=4, hidden_size=32, heads=2))
-
-    def fragment_of_blocks(order: Any) -> list[int]:
-        slots = Layout.of(model, 3, order).slots
-        return [next(s.fragment for s in slots if f".layers.{block}." in s.name) for block in range(4)]
-
-    assert fragment_of_blocks("strided") == [1, 2, 1, 2] and fragment_of_blocks("sequential") == [1, 1, 2, 2]
-    outside = [s for s in Layout.of(model, 3).slots if ".layers." not in s.name]
-    assert outside and all(s.fragment == 0 for s in outside)
-
-
-def test_more_fragments_than_blocks_are_refused() -> None:
-    with pytest.raises(ModelError, match="fragments 5 needs at least 4 transformer blocks, the model has 3"):
-        Layout.of(_build(_tiny()), 5)
-
-
-def test_ranges_and_names_are_found() -> None:
-    layout = Layout.of(_build(_tiny()))
-    first, second = layout.slots[:2]
-    edge = second.offset
-    assert layout.intersect(edge - 2, edge + 3) == [(first, first.numel - 2, first.numel), (second, 0, 3)]
-    assert layout.name_at(edge - 1) == first.name and layout.name_at(edge) == second.name
-    assert layout.intersect(5, 5) == []
-    with pytest.raises(IndexError):
-        layout.name_at(layout.total)
-
-
-def test_a_layout_reads_back_and_its_digest_tells_models_apart() -> None:
-    model = _build(_tiny())
-    layout = Layout.of(model, 2)
-    again = Layout.from_dict(json.loads(json.dumps(layout.to_dict())))
-    assert again == layout and again.digest() == layout.digest()
-    digests = {
-        Layout.of(model).digest(),
-        layout.digest(),
-        Layout.of(model, 3).digest(),
-        Layout.of(_build(_tiny("qwen3"))).digest(),
-    }
-    assert len(digests) == 4
-
-
-@pytest.mark.parametrize(
-    "record", [{}, {"slots": [], "fragments": 1}, {"slots": [["a", [2], 1]], "fragments": 1}, {"slots": [["a", [-2], 0]], "fragments": 1},
-               {"slots": [["a", [2], 1], ["b", [2], 0]], "fragments": 2}, {"slots": "x", "fragments": 1}],
-)  # fmt: skip
-def test_a_damaged_layout_is_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="layout is damaged"):
-        Layout.from_dict(record)
-
-
-def test_values_move_between_layouts_of_the_same_tensors() -> None:
-    model = _build(_tiny())
-    one, three = Layout.of(model), Layout.of(model, 3)
-    values = torch.arange(one.total, dtype=torch.float32)
-    moved = remap(values, one, three)
-    assert torch.equal(remap(moved, three, one), values) and not torch.equal(moved, values)
-    for slot in three.slots:
-        origin = next(s for s in one.slots if s.name == slot.name)
-        assert torch.equal(moved[slot.offset : slot.offset + slot.numel], values[origin.offset : origin.offset + origin.numel])
-    with pytest.raises(ModelError, match="do not fit"):
-        remap(values, one, Layout.of(_build(_tiny("qwen3"))))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_through_views_is_training(family: str) -> None:
-    plain, viewed = _build(_tiny(family)), _build(_tiny(family))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, viewed)]
-    flat = FlatParameters(viewed, Layout.of(viewed, 2))
-    ids = torch.randint(0, 257, (2, 17), generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
-        for model, optimizer in zip((plain, viewed), optimizers, strict=True):
-            logits = model(input_ids=ids[:, :-1]).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, p), (_, q) in zip(plain.named_parameters(), viewed.named_parameters(), strict=True):
-        assert torch.equal(p, q), name
-        slot = next(s for s in flat.layout.slots if s.name == name)
-        assert torch.equal(flat.values[slot.offset : slot.offset + slot.numel], p.detach().flatten())
-
-
-def test_frozen_parameters_are_left_alone() -> None:
-    model = _build(_tiny())
-    frozen = model.get_input_embeddings().weight
-    frozen.requires_grad_(False)
-    layout = Layout.of(model)
-    assert layout.total == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    FlatParameters(model, layout).values.zero_()
-    assert frozen.any()
-
-
-def test_a_model_that_does_not_fit_the_layout_is_refused() -> None:
-    with pytest.raises(ModelError, match="does not fit the layout"):
-        FlatParameters(_build(_tiny("gpt2")), Layout.of(_build(_tiny("llama"))))
-    with pytest.raises(ModelError, match="master weights must be fp32"):
-        FlatParameters(_build(_tiny()).bfloat16(), Layout.of(_build(_tiny())))
-
-
-LOADER = """
-import sys, torch, warnings
-from transformers import AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = tokenizer("def f(x): # \\u00e9\\u4f60", return_tensors="pt")["input_ids"]
-with torch.no_grad():
-    logits = model(input_ids=ids).logits
-torch.save({"ids": ids, "logits": logits, "eos": tokenizer.eos_token_id}, sys.argv[2])
-"""
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_gives_the_same_logits_in_a_fresh_process(family: str, tmp_path: Path) -> None:
-    model, tokenizer = _build(_tiny(family)), ByteTokenizer()
-    layout = Layout.of(model)
-    values = torch.randn(layout.total, generator=torch.Generator().manual_seed(3)) * 0.05
-    export_model(model, values, tokenizer.save, tmp_path / "hf", eos_id=tokenizer.eos_id)
-    assert list((tmp_path / "hf").glob("*.safetensors")) and not list(tmp_path.glob(".hf*"))
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER, str(tmp_path / "hf"), str(tmp_path / "out.pt")], capture_output=True, text=True
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_neox", "opt", "bloom", "bert"])
+def test_every_model_attends_to_the_past_only(kind: str, tmp_path: Path) -> None:
+    model = _build(
+        _config_file(tmp_path, model_type=kind, n_layer=2, n_head=2, ffn_dim=64, word_embed_proj_dim=32), base=tmp_path
     )
-    assert done.returncode == 0, done.stderr
-    theirs = torch.load(tmp_path / "out.pt")
-    assert theirs["ids"][0].tolist() == tokenizer.encode("def f(x): # é你").tolist() and theirs["eos"] == tokenizer.eos_id
-    with torch.no_grad():
-        ours = model.eval()(input_ids=theirs["ids"]).logits
-    assert torch.equal(ours, theirs["logits"])
-    flat = FlatParameters(model, layout)
-    loaded = load_exported(tmp_path / "hf")
-    assert np.array_equal(FlatParameters(loaded, Layout.of(loaded)).values.numpy(), flat.values.numpy())
+    ids = torch.arange(10, 22)[None]
+    changed = ids.clone()
+    changed[0, 8:] += 100
+    a, b = model(input_ids=ids).logits, model(input_ids=changed).logits
+    assert torch.allclose(a[:, :8], b[:, :8], atol=1e-6) and not torch.allclose(a[:, 8:], b[:, 8:], atol=1e-6)
 
 
-def test_a_failed_export_leaves_nothing_and_a_foreign_folder_is_safe(tmp_path: Path) -> None:
-    model = _build(_tiny())
-    values = torch.zeros(Layout.of(model).total)
+def test_token_ids_outside_the_vocabulary_are_dropped(tmp_path: Path) -> None:
+    config = _build(
+        _config_file(tmp_path, bos_token_id=128_000, eos_token_id=[1, 99_999], pad_token_id=5), base=tmp_path
+    ).config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [1], 5)
 
-    def full(_: Path) -> None:
-        raise OSError(28, "No space left on device")
 
-    with pytest.raises(ModelError, match="No space left"):
-        export_model(model, values, full, tmp_path / "hf")
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("precious")
-    with pytest.raises(UsageError, match="which no export wrote"):
-        export_model(model, values, ByteTokenizer().save, tmp_path / "thesis")
-    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "precious"
-    export_model(model, values, ByteTokenizer().save, tmp_path / "hf")
-    export_model(model, values + 1, ByteTokenizer().save, tmp_path / "hf")  # an export may be replaced
+def test_building_says_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _build(_config_file(tmp_path, bos_token_id=128_000, attention_dropout=0.1), base=tmp_path)
+    _build(_tiny("gpt2"))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
+    passes, gradients = [], []
+    for table in (_tiny(family), _tiny(family, activation_checkpointing=True)):
+        model = _build(table)
+        assert prepare_for_training(model, table) is model
+        calls: list[int] = []
+        next(m for n, m in model.named_modules() if n.endswith(".mlp")).register_forward_pre_hook(
+            lambda *_, c=calls: c.append(1)
+        )
+        model(input_ids=torch.arange(16)[None]).logits.square().sum().backward()
+        passes.append(len(calls))
+        gradients.append([p.grad for p in model.parameters()])
+    assert passes == [1, 2]
+    assert all(torch.equal(p, q) for p, q in zip(*gradients, strict=True))
+
+
+def _pretrained(folder: Path, **table: Any) -> Any:
+    return _build(ModelTable(pretrained=folder.name, **table), base=folder.parent)
+
+
+def test_pretrained_weights_are_kept_and_broken_ones_refused(tmp_path: Path) -> None:
+    model = _build(_tiny(), seed=9)
+    export_model(model, _values(model), ByteTokenizer().save, tmp_path / "hf")
+    state = torch.get_rng_state()
+    again = _pretrained(tmp_path / "hf")
+    assert torch.equal(torch.get_rng_state(), state) and again.training and not again.config.use_cache
+    assert torch.equal(_values(again), _values(model))
+    assert (
+        count_parameters(ModelTable(pretrained="hf"), vocab_size=257, sequence_length=32, base=tmp_path)
+        == _values(model).numel()
+    )
+    with pytest.raises(ModelError, match="tie_embeddings false contradicts the weights"):
+        _pretrained(tmp_path / "hf", tie_embeddings=False)
+    with pytest.raises(ModelError, match="vocabulary of 257, the data's tokenizer needs 300"):
+        build_model(ModelTable(pretrained="hf"), vocab_size=300, sequence_length=32, seed=0, base=tmp_path)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    for broken in (weights, {**weights, "model.norm.weight": norm[:5]}):
+        save_file(broken, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=r"no weights, or of another shape, for model.norm.weight \(1 such"):
+            _pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ModelError, match="export the run again"):
-        load_exported(tmp_path / "hf")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        _pretrained(tmp_path / "hf")
 
 
-def test_generated_text_follows_the_seed_and_fits_the_context() -> None:
-    model, tokenizer = _build(_tiny()), ByteTokenizer()
-    a, b, c = (generate(model, tokenizer, "x" * 100, max_new_tokens=20, seed=seed) for seed in (1, 1, 2))
-    assert a == b != c and a.startswith("x" * 100)
-    greedy = {generate(model, tokenizer, "abc", max_new_tokens=5, temperature=0, seed=seed) for seed in (1, 2)}
-    assert len(greedy) == 1 and model.training
-    assert isinstance(generate(model, tokenizer, "", max_new_tokens=3, top_k=0), str)
-
-
-def test_generation_stops_at_the_end_of_text() -> None:
-    model, tokenizer = _build(_tiny("gpt2")), ByteTokenizer()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()
-        model.transformer.ln_f.bias.fill_(1.0)
-        model.get_output_embeddings().weight[tokenizer.eos_id].fill_(1.0)
-    assert generate(model, tokenizer, "abc", max_new_tokens=50, temperature=0) == "abc"
+def _values(model: Any) -> torch.Tensor:
+    """A copy of a model's parameters in its own layout."""
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])

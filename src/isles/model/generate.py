@@ -7,6 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from isles.errors import ModelError, UsageError
+from isles.model.build import longest_context
+
+_COLDEST = 1e-4  # below it logits / temperature overflows, and nothing but the likeliest token would be drawn anyway
+
 
 class TextCodec(Protocol):
     """What generating needs of a tokenizer."""
@@ -31,10 +36,13 @@ def generate(
     """The prompt and what the model goes on with, up to an end-of-text token.
 
     temperature 0 always takes the likeliest token; top_k 0 chooses among all. A context longer than the model's is cut from the left, an
-    empty prompt starts after an end-of-text. The same seed gives the same text. No KV cache: the cut context moves every position."""
-    config: Any = model.config
-    limits: list[int] = [n for n in (getattr(config, k, None) for k in ("max_position_embeddings", "n_positions")) if n]
-    longest = min(limits, default=1024)
+    empty prompt starts after an end-of-text. The same seed gives the same text. No KV cache: the cut context moves every position.
+    Raises UsageError for a temperature or top_k below 0, ModelError when the model's output is not finite."""
+    if not 0 <= temperature < float("inf") or top_k < 0:
+        raise UsageError(
+            f"temperature {temperature} and top_k {top_k} must be numbers from 0 on; 0 and 0 take the likeliest token"
+        )
+    longest = longest_context(model.config) or 1024
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)]
@@ -56,7 +64,9 @@ def generate(
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if not logits.max().isfinite():  # -inf for a token that may not be drawn is sound
+        raise ModelError("the model's output holds NaN or infinity, so it has diverged; use an earlier checkpoint")
+    if temperature < _COLDEST:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
         values, indices = logits.topk(top_k)
