@@ -3,15 +3,18 @@
     python benchmarks/codec.py [--values 25M] [--repeats 15] [--json FILE]
 
 Each repeat measures, one after the other in one process, the memory copy (numpy.copyto to a destination that exists and has been
-touched) and the codec; every fifth also the torch version of the operation, which is isles.codec.reference, on one chunk. All go
-through the same vectors in chunks of 2**20 values, far more than the caches hold, so a machine whose speed drifts drifts for all;
-ratios are taken within a repeat. Encoding reads two vectors where the copy reads one. What is decoded are the chunks that encoding
-wrote: with --values 25M those of the block codecs still fit a last-level cache of 32 MiB, as they would fresh from the network.
+touched) and the codec; every third also what one would write in torch without a kernel of one's own (TorchCodec below: vectorised,
+eager, without the packing of top-k's positions; not isles.codec.reference, which is written to be read). All go through the same
+vectors in chunks of 2**20 values, far more than the caches hold, so a machine whose speed drifts drifts for all; ratios are taken
+within a repeat. Encoding reads two vectors where the copy reads one. What is decoded are the chunks that encoding wrote: with
+--values 25M those of the block codecs still fit a last-level cache of 32 MiB, as they would fresh from the network.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import statistics
 import sys
@@ -25,8 +28,10 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from isles.codec import CHUNK_VALUES, Codec, decode, decode_accumulate, get_codec, reference
+from isles.codec import CHUNK_VALUES, Codec, decode, decode_accumulate, get_codec
+from isles.codec.format import SPARSE_BLOCK, TOP_CODE
 from isles.spec import CodecTable, parse_size
 
 Floats = NDArray[np.float32]
@@ -79,6 +84,73 @@ class Cost:
     mean_errors: dict[int, float]  # by the number of clusters averaged
 
 
+Packed = tuple[Tensor, ...]
+
+
+class TorchCodec:
+    """Each codec as one would write it in torch: a few vectorised operations, each a pass over the chunk."""
+
+    def __init__(self, table: CodecTable) -> None:
+        self.table, self.block = table, get_codec(table).block_size
+
+    def encode(self, base: Tensor, local: Tensor, residual: Tensor) -> Packed:
+        if self.table.name == "topk":
+            return self._encode_sparse(residual.mul_(self.table.residual_decay).add_(base).sub_(local))
+        d = base - local
+        if not bool(torch.isfinite(d).all()):
+            raise ValueError("not finite")
+        if self.table.name == "fp32":
+            return (d,)
+        if self.table.name == "bf16":
+            return (d.to(torch.bfloat16),)
+        rows, top = d.view(-1, self.block), TOP_CODE[self.table.name]
+        scale = rows.abs().amax(1, keepdim=True).div_(top).clamp_(min=2.0**-126).to(torch.bfloat16)
+        scaled = rows / scale.float()
+        if self.table.rounding == "stochastic":
+            scaled += torch.rand_like(scaled) - 0.5
+        codes = scaled.round_().clamp_(-top, top).to(torch.int8)
+        if top == TOP_CODE["int4"]:
+            low, high = codes.chunk(2, dim=1)
+            codes = (low & 15) | (high << 4)
+        return scale, codes
+
+    def _encode_sparse(self, e: Tensor) -> Packed:
+        rows = e.view(-1, SPARSE_BLOCK)
+        magnitudes, positions = rows.abs().topk(self.table.k, dim=1)
+        over = magnitudes >= magnitudes.mean(1, keepdim=True)
+        levels = torch.stack([(magnitudes * m).sum(1) / m.sum(1).clamp(min=1) for m in (~over, over)], 1).to(torch.bfloat16)
+        codes = (rows.gather(1, positions) < 0).to(torch.uint8) + 2 * over.to(torch.uint8)
+        packed = levels, positions.to(torch.int16), codes
+        rows.scatter_add_(1, positions, -self._levels(packed))
+        return packed
+
+    @staticmethod
+    def _levels(packed: Packed) -> Tensor:
+        levels, _, codes = packed
+        values = levels.float().gather(1, (codes >> 1).long())
+        return torch.where(codes & 1 == 1, -values, values)
+
+    def _values(self, packed: Packed) -> Tensor:
+        if len(packed) == 1:
+            return packed[0].float()
+        scale, codes = packed
+        if self.table.name == "int4":
+            codes = torch.cat([codes << 4 >> 4, codes >> 4], 1)
+        return (codes.float() * scale.float()).view(-1)
+
+    def decode(self, packed: Packed, out: Tensor) -> None:
+        if self.table.name == "topk":
+            out.zero_().view(-1, SPARSE_BLOCK).scatter_(1, packed[1].long(), self._levels(packed))
+        else:
+            out.copy_(self._values(packed))
+
+    def decode_accumulate(self, packed: Packed, weight: float, total: Tensor) -> None:
+        if self.table.name == "topk":
+            total.view(-1, SPARSE_BLOCK).scatter_add_(1, packed[1].long(), self._levels(packed) * weight)
+        else:
+            total.add_(self._values(packed), alpha=weight)
+
+
 class Workload:
     """The vectors, and every operation as a function of a chunk's number."""
 
@@ -107,17 +179,29 @@ class Workload:
             "decode_accumulate": lambda i: decode_accumulate(buffers[i], 0.25, self.target[self.parts[i]]),
         }
 
-    def torch_operations(self, table: CodecTable) -> dict[str, Callable[[], object]]:
-        """The reference's operations, on the first chunk."""
-        part = self.parts[0]
-        base, local, total = (torch.from_numpy(v[part].copy()) for v in (self.base, self.local, self.target))
-        rest = torch.zeros_like(base) if table.name == "topk" else None
-        chunk = reference.encode(table, base, local, residual=rest)
-        return {
-            "encode": lambda: reference.encode(table, base, local, residual=rest),
-            "decode": lambda: reference.decode(chunk),
-            "decode_accumulate": lambda: reference.decode_accumulate(chunk, 0.25, total),
+    def torch_operations(self, table: CodecTable) -> tuple[int, dict[str, Callable[[int], object]]]:
+        """The same operations in torch, and over how many values they go: the whole top-k blocks of each chunk."""
+        codec, parts = TorchCodec(table), [slice(p.start, p.stop - (p.stop - p.start) % SPARSE_BLOCK) for p in self.parts]
+        base, local, target, residual = (torch.from_numpy(v) for v in (self.base, self.local, self.target, self.residual))
+
+        def encode(i: int) -> Packed:
+            return codec.encode(base[parts[i]], local[parts[i]], residual[parts[i]])
+
+        chunks = [encode(i) for i in range(len(parts))]
+        return sum(p.stop - p.start for p in parts), {
+            "encode": encode,
+            "decode": lambda i: codec.decode(chunks[i], target[parts[i]]),
+            "decode_accumulate": lambda i: codec.decode_accumulate(chunks[i], 0.25, target[parts[i]]),
         }
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what torch's temporaries free. Left to itself it gives them back or not as chance has it, and the page
+    faults make the same torch operation up to four times slower; the compiled codecs have no temporaries. Elsewhere: no effect."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
 def seconds(run: Callable[[int], object], times: int) -> float:
@@ -130,21 +214,23 @@ def seconds(run: Callable[[int], object], times: int) -> float:
 def measure_speed(label: str, work: Workload, repeats: int) -> list[Speed]:
     """All three operations of a codec, each beside the copy, repeat by repeat."""
     table, chunks = TABLES[label], len(work.parts)
-    ours, theirs = work.operations(get_codec(table)), work.torch_operations(table)
+    ours = work.operations(get_codec(table))
+    torch_values, theirs = work.torch_operations(table)
     speeds = []
     for name, operation in ours.items():
         seconds(operation, chunks)  # compiles, and warms up
+        seconds(theirs[name], chunks)
         taken: dict[str, list[float]] = {"copy": [], "codec": [], "torch": []}
         for repeat in range(repeats):
             sides = [("copy", work.copy), ("codec", operation)]
             for side, run in sides if repeat % 2 else reversed(sides):
                 taken[side].append(seconds(run, chunks))
-            if repeat % 5 == 0:
-                taken["torch"].append(seconds(lambda _: theirs[name](), 1))  # noqa: B023  # called at once
+            if repeat % 3 == 0:
+                taken["torch"].append(seconds(theirs[name], chunks))
         ratios = [c / o for c, o in zip(taken["copy"], taken["codec"], strict=True)]
         ratio = Ratio(min(ratios), statistics.median(ratios), max(ratios))
         speed = work.base.size / statistics.median(taken["codec"])
-        torch_speed = work.parts[0].stop / statistics.median(taken["torch"])
+        torch_speed = torch_values / statistics.median(taken["torch"])
         speeds.append(Speed(label, name, speed, torch_speed, ratio, BARS.get((label, name))))
     return speeds
 
@@ -214,7 +300,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    work = Workload(parse_size(args.values))
+    keep_freed_memory()
+    if (values := parse_size(args.values)) < SPARSE_BLOCK or args.repeats < 1:
+        parser.error(f"--values must be at least {SPARSE_BLOCK} and --repeats at least 1")
+    work = Workload(values)
     seconds(work.copy, len(work.parts))
     copy_speed = work.base.size / statistics.median(seconds(work.copy, len(work.parts)) for _ in range(args.repeats))
     speeds = [speed for label in args.codecs for speed in measure_speed(label, work, args.repeats)]

@@ -138,15 +138,50 @@ def test_what_one_refuses_the_other_refuses_at_the_same_position(
         assert np.isfinite(decode(expected)).all()
 
 
+@settings(max_examples=100)
+@given(
+    count=st.sampled_from([1, 100, 4096, 5000]),
+    k=st.sampled_from([1, 3, 64, 4096]),
+    beta=st.sampled_from([0.5, 0.95, 1.0]),
+    data=st.data(),
+)
+def test_residuals_stay_the_same_bits_round_after_round(count: int, k: int, beta: float, data: st.DataObject) -> None:
+    """And each round, what was sent and what remains make up beta e + d."""
+    table = CodecTable(name="topk", k=k, residual_decay=beta)
+    residual, theirs = np.zeros(count, np.float32), torch.zeros(count)
+    for start in range(3):
+        base, local = data.draw(vectors(count)), data.draw(vectors(count))
+        e = np.float32(beta) * residual + (base - local)
+        chunk = get_codec(table).encode(base, local, offset=start, residual=residual)
+        assert bytes(chunk) == reference.encode(table, torch.from_numpy(base), tensor(local), offset=start, residual=theirs)
+        assert residual.tobytes() == theirs.numpy().tobytes()
+        np.testing.assert_array_equal(residual, e - decode(chunk))
+
+
 @settings(max_examples=300)
-@given(cases())
-def test_what_was_sent_and_what_remains_make_up_the_whole(
-    case: tuple[CodecTable, Floats, Floats | None, Floats | None, int, int],
+@given(cases(), st.integers(0, 10**6))
+@example(
+    (CodecTable(name="int4", rounding="stochastic"), np.linspace(-1, 1, 300, dtype=np.float32), None, None, 2**32 - 100, 5), 2
+)
+def test_a_vector_cut_at_a_border_of_blocks_gives_the_same_values_as_whole(
+    case: tuple[CodecTable, Floats, Floats | None, Floats | None, int, int], cut: int
 ) -> None:
-    """topk over blocks: each value of e is either kept whole in the residual, or its sent level and its rest add up to it."""
-    table, base, _, residual, _, _ = case
-    if residual is None:
-        return
-    e = np.float32(table.residual_decay) * residual + base
-    sent = decode(get_codec(table).encode(base, residual=residual))
-    np.testing.assert_array_equal(residual, e - sent)
+    table, base, local, residual, offset, seed = case
+    codec, rest = get_codec(table), None if residual is None else residual.copy()
+    block = codec.block_size or 1
+    border = cut % (base.size // block + 1) * block
+    whole = decode(codec.encode(base, local, offset=offset, seed=seed, residual=residual))
+    parts = [
+        decode(
+            codec.encode(
+                base[p],
+                None if local is None else local[p],
+                offset=offset + p.start,
+                seed=seed,
+                residual=None if rest is None else rest[p],
+            )
+        )
+        for p in (slice(0, border), slice(border, base.size))
+    ]
+    assert np.concatenate(parts).tobytes() == whole.tobytes()
+    assert rest is None or residual is None or rest.tobytes() == residual.tobytes()

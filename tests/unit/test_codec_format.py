@@ -44,6 +44,15 @@ def test_version_1_bytes_are_pinned(name: str) -> None:
     assert chunk[HEADER_BYTES:].hex() == GOLDEN[name]
 
 
+@pytest.mark.parametrize(("name", "payload"), [("int8", "023c7e06fa1be50975"), ("int4", "133ef7117f01")])
+def test_the_noise_of_version_1_is_pinned(name: str, payload: str) -> None:
+    """Seven values across position 2**32 with a seed above 32 bits: the hash, both of its keys, and what the noise does to codes."""
+    values = np.array([7, 0.3, -0.3, 1.5, -1.5, 0.5, 6.5], np.float32) / np.float32(7)
+    codec = get_codec(CodecTable(name=name, rounding="stochastic"))
+    chunk = bytes(codec.encode(values, offset=2**32 - 4, seed=2**40 + 12345))
+    assert chunk[HEADER_BYTES:].hex() == payload
+
+
 def test_topk_bytes_are_pinned() -> None:
     values = np.array([0, 1, 0, -4, 2, -2, 0, 0], np.float32).repeat(512)  # a block; k = 3 keeps the first three -4
     chunk = chunk_of("topk", values, k=3)
