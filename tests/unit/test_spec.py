@@ -148,3 +148,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     bad.write_bytes(b"#" * (1 << 20) + b"\n")
     with pytest.raises(SpecError, match="larger than"):
         load_spec(bad)
+
+
+def test_what_a_spec_sets_is_written_open_and_the_rest_as_comments() -> None:
+    text = render_spec(spec_from(_with(data={"path": "data"}, eval={"every": None})))
+    assert '\npath = "data"' in text and "\n# inputs = []" in text and "\n# every = ..." in text

@@ -30,6 +30,7 @@ STARTER = {
     "optimizer": {"lr": 8e-3, "warmup_steps": 300},
     "outer": {"lr": 0.9, "momentum": 0.3},
     "codec": {"name": "int4"},
+    "clusters": {"count": 4},
     "eval": {"every": 50},
     "checkpoint": {"every": 250},
 }

@@ -1,6 +1,6 @@
 """Writing a run.toml that explains itself: every key with its unit and reason, from the descriptions of the tables.
 
-A key that stands at its default is written commented out, so that a reader sees at a glance what this run changed.
+A key that the spec does not set is written commented out at its default, so that a reader sees at a glance what this run chose.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from isles.spec.tables import Spec
 
@@ -24,7 +23,8 @@ def render_spec(spec: Spec, *, head: str = "") -> str:
         doc = (type(table).__doc__ or "").strip().splitlines()
         about = f"  # {doc[0]}" if doc and doc[0] != Spec.__doc__ else ""
         lines += ["", f"[{name}]{about}"]
-        lines += [_line(key, getattr(table, key), field) for key, field in type(table).model_fields.items()]
+        given = table.model_fields_set
+        lines += [_line(key, getattr(table, key), field, given=key in given) for key, field in type(table).model_fields.items()]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -48,11 +48,9 @@ def render_reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _line(key: str, value: Any, field: Any) -> str:
-    default = None if field.default is PydanticUndefined else field.default
-    unset = value == default
+def _line(key: str, value: Any, field: Any, *, given: bool) -> str:
     shown = "..." if value is None else _toml(value)
-    return f"{('# ' if unset else '') + f'{key} = {shown}':<{_WIDTH}}  # {field.description}"
+    return f"{('' if given and value is not None else '# ') + f'{key} = {shown}':<{_WIDTH}}  # {field.description}"
 
 
 def _toml(value: Any) -> str:
