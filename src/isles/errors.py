@@ -56,4 +56,16 @@ class DivergedError(IslesError):
     exit_code = 8
 
 
+class RecordError(IslesError):
+    """A record of the run's store cannot be read, or the store refuses it. Exit code 9."""
+
+    exit_code = 9
+
+
+class NetworkError(IslesError):
+    """A cluster, a store or an address cannot be reached, or does not prove who it is. Exit code 10."""
+
+    exit_code = 10
+
+
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report a command ended by Ctrl-C

@@ -1,0 +1,176 @@
+"""One cluster's part in the protocol: what it should do next, as a pure function of what it sees and what it holds.
+
+`decide` looks at the state of things and not at events, so nothing is lost when a message is: asked again, it says the same again
+until the store shows that it was done. The caller carries the actions out, in order, and asks anew whenever anything changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from isles.protocol.board import View
+from isles.protocol.records import DoneRecord, Phase, ReadyRecord, RoundRecord
+from isles.protocol.rounds import Rules, first_round, next_round
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An exchange that this cluster has begun. digest: of the whole average, once it is held. blamed: who holds it up."""
+
+    round: int
+    attempt: int
+    digest: str | None = None
+    blamed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a cluster holds of one fragment.
+
+    applied: the last round in its global parameters; base: their digest. prepared: its frozen contribution to round applied + 1.
+    attempt: the exchange it takes part in. held: (round, digest) of the whole encoded averages on its disk."""
+
+    cluster: str
+    incarnation: str
+    applied: int
+    base: str
+    prepared: ReadyRecord | None = None
+    attempt: Attempt | None = None
+    held: frozenset[tuple[int, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Write the fragment's first record, if there is none."""
+
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Replace the round's record by compare-and-set on `revision`."""
+
+    record: RoundRecord
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReady:
+    record: ReadyRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    record: DoneRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Begin this attempt; an earlier one of the same fragment is over."""
+
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Cease:
+    """Stop the exchange that is under way: the round goes on without this cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Apply the held average of this round: the record says that it is committed. contributed: with this cluster's contribution."""
+
+    round: int
+    digest: str
+    contributed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get the committed average of this round from those who hold it."""
+
+    round: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """The cluster missed rounds: get the averages it lacks, or the global parameters, of round `round` or later from others."""
+
+    round: int
+
+
+Action = Create | Propose | WriteReady | WriteDone | Begin | Cease | Apply | Fetch | CatchUp
+
+
+def decide(view: View, local: Local, rules: Rules, *, may_propose: bool = True) -> list[Action]:
+    """What the cluster should do now, in this order. Empty: nothing until something changes or time passes."""
+    if view.round is None:
+        return [Create(first_round(view.fragment, local.base))] if may_propose else []
+    record = view.round.record
+    if record.open > local.applied + 1:
+        return _behind(record, local)
+    if record.open < local.applied + 1:
+        return []  # an older record still stands here; the caller hears of the newer one soon
+    actions = _train_or_exchange(view, record, local)
+    successor = next_round(view, rules) if may_propose else None
+    if successor is not None:
+        actions.append(Propose(successor, view.round.revision))
+    return actions
+
+
+def _behind(record: RoundRecord, local: Local) -> list[Action]:
+    """The store shows a round committed that this cluster has not applied."""
+    committed = record.phase is Phase.COMMITTED
+    digest = record.digest if committed else record.previous
+    if record.open != local.applied + 2 or digest is None:
+        return [CatchUp(record.open - 1)]
+    number = local.applied + 1
+    if (number, digest) in local.held:
+        members = record.participants if committed else record.before
+        mine = any(p.cluster == local.cluster and p.incarnation == local.incarnation for p in members)
+        return [Apply(number, digest, mine)]
+    attempt = local.attempt
+    if attempt is None or attempt.digest is not None:
+        return [Fetch(number, digest)]
+    if committed and attempt.round == number and attempt.attempt == record.attempt and not attempt.blamed:
+        return []  # its own exchange is about to end with just that average
+    return [Cease(), Fetch(number, digest)]
+
+
+def _train_or_exchange(view: View, record: RoundRecord, local: Local) -> list[Action]:
+    actions: list[Action] = []
+    prepared = local.prepared if local.prepared is not None and local.prepared.round == record.open else None
+    mine = record.phase is Phase.EXCHANGE and record.takes(local.cluster, local.incarnation)
+    if mine and prepared is not None and record.base == local.base:
+        attempt = local.attempt
+        if attempt is None or (attempt.round, attempt.attempt) != (record.number, record.attempt):
+            return [Begin(record)]
+        done = DoneRecord(record.number, record.attempt, local.incarnation, attempt.digest, attempt.blamed)
+        if _differs(view.done.get(local.cluster), done) and (done.digest or done.blamed):
+            actions.append(WriteDone(done))
+    elif local.attempt is not None and local.attempt.round == record.open and local.attempt.digest is None:
+        actions.append(Cease())
+    if prepared is not None and not mine and _differs(view.ready.get(local.cluster), prepared):
+        actions.append(WriteReady(prepared))
+    return actions
+
+
+def _differs(seen: object, record: object) -> bool:
+    return seen is None or seen.record != record  # type: ignore[attr-defined]
+
+
+def after_applying(prepared: ReadyRecord | None, applied: int, base: str) -> ReadyRecord | None:
+    """A frozen contribution that was not in the round just applied: it stands for the next one, measured from the new parameters."""
+    if prepared is None or prepared.round > applied:
+        return prepared
+    return replace(prepared, round=applied + 1, base=base)
+
+
+def after_catching_up(prepared: ReadyRecord | None, exposed: int, applied: int, base: str) -> ReadyRecord | None:
+    """A frozen contribution after rounds were skipped. exposed: the last round in whose exchange this cluster took part.
+
+    One that was exposed may be in an average that this cluster has not seen apart: it is given up, for it must never be counted twice."""
+    if prepared is None or prepared.round <= exposed:
+        return None
+    return replace(prepared, round=applied + 1, base=base)
