@@ -84,12 +84,18 @@ def find(rows: Sequence[Row], name: str, **chosen: Any) -> Row | None:
     return None
 
 
+def _codec(row: Row) -> str:
+    """The codec as it was set, with k where there is one."""
+    name = str(row.chosen.get("codec.name", "fp32"))
+    return f"{name}, k = {row.chosen.get('codec.k', 64)}" if name == "topk" else name
+
+
 def _ints(row: Row) -> tuple[str, str, str]:
     """H, codec and outer settings as they were set."""
     outer = f"{row.chosen.get('outer.lr', '-')} / {row.chosen.get('outer.momentum', '-')}" if row.baseline == "none" else "-"
     return (
         str(row.chosen.get("train.local_steps", "-")) if row.baseline == "none" else "-",
-        str(row.chosen.get("codec.name", "fp32")),
+        _codec(row),
         outer,
     )
 
@@ -171,7 +177,8 @@ def unequal(results: Path) -> str:
         settings = ", ".join(
             f"{k.split('.')[-1]} {v}" for k, v in row.chosen.items() if k not in ("clusters.events", "clusters.speeds")
         )
-        beside = (find(rows, "mild-plain") if row.name.startswith("mild-") else plain) or plain
+        outer = row.name.split("-")[0]  # mild, small: with an outer step, and a plain row, of its own
+        beside = find(rows, f"{outer}-plain") or plain
         common = sorted(set(row.losses) & set(beside.losses))
         difference = f"{statistics.fmean(row.losses[s] - beside.losses[s] for s in common):+.4f}" if common else "diverged"
         lines.append(
@@ -263,48 +270,44 @@ def draw_curve(results: Path, out: Path) -> None:
     single, ddp = find(rows, "single"), next((r for r in rows if r.baseline == "ddp" and r.clusters == 4), None)
     if single is None or ddp is None:
         return
-    colours = {1: "#E69F00", 2: "#009E73", 4: "#0072B2", 8: "#CC79A7"}
-    with plt.rc_context(
-        {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
-    ):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
-        for m, colour in colours.items():
-            points = sorted((r.chosen["train.local_steps"], r) for r in rows if r.name.startswith("diloco") and r.clusters == m)
-            if points:
-                lows = [r.mean - min(r.losses.values()) for _, r in points]
-                highs = [max(r.losses.values()) - r.mean for _, r in points]
-                left.errorbar(
-                    [h for h, _ in points],
-                    [r.mean for _, r in points],
-                    yerr=[lows, highs],
-                    color=colour,
-                    marker="o",
-                    capsize=3,
-                    label=f"DiLoCo, M = {m}",
-                )
-        for row, label, style in ((single, "one cluster alone", ":"), (ddp, "data-parallel, M = 4", "--")):
-            left.axhline(row.mean, color="#444444", linestyle=style, label=label)
-        left.set(xscale="log", xlabel="local steps in a round (H)", ylabel="held-out loss (nats per token)")
-        left.set_xticks([10, 50, 100], ["10", "50", "100"])
-        left.legend(frameon=False, fontsize=9)
-        for row in rows:
-            if row.bytes and row.clusters == 4:
-                kind = row.name.split("/")[0]
-                label = (
-                    f"{kind} {row.chosen.get('codec.name', 'fp32')}, H = {row.chosen['train.local_steps']}"
-                    if row.baseline == "none"
-                    else "data-parallel"
-                )
-                right.scatter(
-                    row.bytes / 2**20,
-                    row.mean,
-                    s=45,
-                    color="#D55E00" if kind == "recipe" else "#444444" if kind == "ddp" else "#0072B2",
-                )
-                right.annotate(label, (row.bytes / 2**20, row.mean), xytext=(6, 4), textcoords="offset points", fontsize=8)
-        right.set(xscale="log", xlabel="bytes sent, all clusters (MiB)")
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    with plt.rc_context(style):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+        _loss_over_h(left, rows, single, ddp)
+        _loss_over_bytes(right, [r for r in rows if r.bytes and r.clusters == 4])
         figure.savefig(out, dpi=150, metadata={"Software": None})
         plt.close(figure)
+
+
+def _loss_over_h(axes: Any, rows: Sequence[Row], single: Row, ddp: Row) -> None:
+    for m, colour in {1: "#E69F00", 2: "#009E73", 4: "#0072B2", 8: "#CC79A7"}.items():
+        points = sorted((r.chosen["train.local_steps"], r) for r in rows if r.name.startswith("diloco") and r.clusters == m)
+        if points:
+            lows = [r.mean - min(r.losses.values()) for _, r in points]
+            highs = [max(r.losses.values()) - r.mean for _, r in points]
+            hs, means = [h for h, _ in points], [r.mean for _, r in points]
+            axes.errorbar(hs, means, yerr=[lows, highs], color=colour, marker="o", capsize=3, label=f"DiLoCo, M = {m}")
+    for row, label, line in ((single, "one cluster alone", ":"), (ddp, "data-parallel, M = 4", "--")):
+        axes.axhline(row.mean, color="#444444", linestyle=line, label=label)
+    axes.set(xscale="log", xlabel="local steps in a round (H)", ylabel="held-out loss (nats per token)")
+    axes.set_xticks([10, 50, 100], ["10", "50", "100"])
+    _legend_beside(axes)
+
+
+def _loss_over_bytes(axes: Any, rows: Sequence[Row]) -> None:
+    colours = {"recipe": "#D55E00", "ddp": "#444444", "sparseloco": "#009E73", "averaging": "#E69F00"}
+    for i, row in enumerate(sorted(rows, key=lambda r: r.bytes)):
+        kind = row.name.split("/")[0]
+        shown = {"codec": "DiLoCo", "diloco": "DiLoCo", "sparseloco": "SparseLoCo"}.get(kind, kind)
+        label = f"{shown} {_codec(row)}, H = {row.chosen['train.local_steps']}" if row.baseline == "none" else "data-parallel"
+        colour = colours.get(kind, "#0072B2")
+        axes.scatter(row.bytes / 2**20, row.mean, s=55, color=colour, marker="osD^vP*XphH<>"[i % 13], label=label)
+    axes.set(xscale="log", xlabel="bytes sent, all clusters (MiB)", title="M = 4")
+    _legend_beside(axes)
+
+
+def _legend_beside(axes: Any) -> None:
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def main() -> None:
