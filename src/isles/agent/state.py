@@ -1,0 +1,130 @@
+"""The outer state that an agent owns: global parameters, momentum, and what its cluster has handed off.
+
+Global and handed-off parameters lie in the file that the workers have mapped; the momentum is the agent's own. A committed average is
+applied chunk by chunk, so that nothing the size of the model is ever held besides. The digest of a fragment's global parameters
+is taken in the same pass: equal digests on all clusters prove equal bits, round by round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from isles.codec import CHUNK_VALUES, Codec
+from isles.errors import CheckpointError
+from isles.model import Layout
+from isles.outer import outer_optimizer
+from isles.spec import OuterTable
+
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class FragmentState:
+    """applied: the last round in the global parameters. digest: blake3 of their bytes."""
+
+    applied: int
+    digest: str
+
+
+class OuterState:
+    """Global parameters and momentum of a model.
+
+    globals, sent: fp32, shape [layout.total], updated in place; `sent` is what the cluster handed off and has not seen averaged."""
+
+    def __init__(
+        self, layout: Layout, table: OuterTable, globals_: Floats, sent: Floats, residual: Floats | None = None
+    ) -> None:
+        self.layout, self.globals, self.sent, self.residual = layout, globals_, sent, residual
+        self.optimizer = outer_optimizer(table, torch.from_numpy(globals_))
+        self.fragments = [FragmentState(0, "") for _ in layout.fragments]
+
+    def begin(self, values: Floats) -> None:
+        """Set the global parameters that a run begins with."""
+        np.copyto(self.globals, values)
+        self.refresh_digests()
+
+    def refresh_digests(self) -> None:
+        for index, (start, stop) in enumerate(self.layout.fragments):
+            self.fragments[index].digest = digest(self.globals[start:stop])
+
+    def encode(
+        self, codec: Codec, fragment: int, first: int, stop: int, *, seed: int, out: memoryview | None = None
+    ) -> memoryview:
+        """Encode the contribution on values [first, stop) of a fragment: global minus handed-off parameters.
+
+        Raises NonFiniteError. Safe in any thread; a codec with a residual must be asked once a round for every value."""
+        start = self.layout.fragments[fragment][0]
+        where = slice(start + first, start + stop)
+        residual = None if self.residual is None else self.residual[where]
+        return codec.encode(self.globals[where], self.sent[where], offset=start + first, seed=seed, residual=residual, out=out)
+
+    def apply(self, fragment: int, number: int, chunks: Iterable[Floats], *, shift: bool) -> str:
+        """The outer step of a committed round.
+
+        chunks: the decoded average, consecutive, fp32, together the whole fragment. shift: the cluster's handed-off parameters are
+        not in this round; they move along with the global ones, so that the progress in them stands for the next round.
+        Returns the digest of the new global parameters."""
+        start, stop = self.layout.fragments[fragment]
+        state, hasher, at = self.fragments[fragment], blake3(), start
+        if number != state.applied + 1:
+            raise ValueError(f"round {number} of fragment {fragment} cannot follow round {state.applied}")
+        for chunk in chunks:
+            where = slice(at, at + chunk.size)
+            old = self.globals[where].copy() if shift else None
+            self.optimizer.step_range(at, at + chunk.size, chunk)
+            if old is not None:
+                self.sent[where] += self.globals[where] - old
+            hasher.update(self.globals[where].data)
+            at += chunk.size
+        if at != stop:
+            raise ValueError(f"the average of fragment {fragment} has {at - start} values instead of {stop - start}")
+        state.applied, state.digest = number, hasher.hexdigest()
+        return state.digest
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Global parameters and momentum for a checkpoint; they share memory with the state."""
+        momentum = self.optimizer.state_dict()["buffers"]
+        return {"values": torch.from_numpy(self.globals), **({"momentum": momentum[0]} if momentum else {})}
+
+    def load(self, tensors: dict[str, torch.Tensor], applied: list[int]) -> None:
+        """Take over `tensors` of the same run. Raises CheckpointError when they do not fit it."""
+        values, momentum = tensors.get("values"), tensors.get("momentum")
+        wanted = bool(self.optimizer.momentum)
+        if (
+            values is None
+            or values.shape != (self.layout.total,)
+            or len(applied) != len(self.fragments)
+            or wanted != (momentum is not None)
+        ):
+            raise CheckpointError("the saved global parameters do not fit this run's model; they belong to another run")
+        np.copyto(self.globals, values.numpy())
+        if momentum is not None:
+            self.optimizer.load_state_dict({"buffers": [momentum]})
+        for fragment, number in zip(self.fragments, applied, strict=True):
+            fragment.applied = number
+        self.refresh_digests()
+
+
+def digest(values: Floats) -> str:
+    """blake3 of an fp32 vector's bytes."""
+    hasher = blake3()
+    for first in range(0, values.size, CHUNK_VALUES):
+        hasher.update(values[first : first + CHUNK_VALUES].data)
+    return hasher.hexdigest()
+
+
+def rounding_seed(seed: int, fragment: int, number: int, who: str) -> int:
+    """Seed of stochastic rounding: its own for every round (from 1), fragment and sender."""
+    raw = blake3(f"{seed}/{fragment}/{number - 1}/{who}".encode()).digest()
+    return int.from_bytes(raw[:8], "little") >> 1
+
+
+def chunk_bounds(size: int, chunk: int, index: int) -> tuple[int, int]:
+    """Values [first, stop) of a fragment of `size` that make its chunk `index`."""
+    return index * chunk, min((index + 1) * chunk, size)
