@@ -94,4 +94,5 @@ class Claims:
 
     def free(self, clusters: Iterable[str]) -> bool:
         """Clusters are gone, or begin anew: what they held is claimed again. Returns whether that changed anything."""
-        return any([bool(self.ledger.leave(cluster)) for cluster in clusters])
+        freed = [self.ledger.leave(cluster) for cluster in clusters]
+        return any(freed)
