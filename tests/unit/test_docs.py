@@ -26,7 +26,7 @@ SMALL = [
     "--set",
     "optimizer.warmup_steps=5",
 ]
-MADE_ELSEWHERE = {"make demo", "make test", "lint-imports"}  # by CI itself, and by hand
+MADE_ELSEWHERE = {"make demo", "make test", "lint-imports", "python -m pytest tests/simulation"}  # by CI itself, and by hand
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -68,11 +68,14 @@ def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
             words += SMALL
         if words[0] == "isles":
             words = [sys.executable, "-m", *words]
+        elif words[:3] == ["python", "-m", "tests.simulation"]:
+            words = [sys.executable, *words[1:], "--seeds", "200", "--jobs", "1"]
         elif words[0] == "python":
             words = [sys.executable, str(ROOT / words[1]), "--help"]  # measurements are long: their options must parse
         else:
             pytest.fail(f"{page.name} shows {command!r}, which this test does not know how to run")
-        done = subprocess.run(words, cwd=workplace, env=_environment(), capture_output=True, text=True, timeout=120)
+        where = ROOT if "tests.simulation" in words else workplace
+        done = subprocess.run(words, cwd=where, env=_environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 

@@ -1,0 +1,238 @@
+"""One fragment's rounds, carried out: what the protocol decides becomes exchanges, outer steps and messages to the workers.
+
+The driver holds what `protocol.Local` describes and nothing decides here but `protocol.decide`. Every action runs as a task of its own
+that is started at most once at a time; whatever it changes leads to the next decision. The outer step runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Protocol
+
+from isles.agent.state import OuterState, chunk_bounds, rounding_seed
+from isles.codec import Codec
+from isles.errors import IslesError, NetworkError
+from isles.exchange import Exchange, Task
+from isles.protocol import (
+    Action, Apply, Attempt, Begin, Board, CatchUp, Cease, Create, Fetch, Local, Propose, ReadyRecord, RoundRecord, Rules,
+    WriteDone, WriteReady, after_applying, decide, pack,
+)  # fmt: skip
+
+log = logging.getLogger("isles.agent")
+
+
+class Records(Protocol):
+    """The store, as the driver needs it."""
+
+    connected: bool
+
+    async def create(self, key: str, value: bytes) -> int | None: ...
+    async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
+    async def put(self, key: str, value: bytes) -> int: ...
+
+
+class Workers(Protocol):
+    """The cluster's workers, as the driver needs them."""
+
+    async def release(self, fragment: int) -> None:
+        """Have the workers set their unsent progress apart; returns when they have, or when there are none."""
+
+    async def merge(self, fragment: int, number: int, *, contributed: bool) -> None:
+        """Tell the workers that round `number` is in the global parameters."""
+
+
+class FragmentDriver:
+    """Drives one fragment. `wake` is called whenever something changed; `committed` after every round that was applied."""
+
+    def __init__(
+        self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, rules: Rules,
+        board: Board, store: Records, exchange: Exchange, workers: Workers, wake: Callable[[], None],
+        committed: Callable[[int, int, bool], Awaitable[None]], catch_up: Callable[[int], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        self.index, self.cluster, self.incarnation, self.run, self.seed = index, cluster, incarnation, run, seed
+        self.state, self.codec, self.rules, self.board = state, codec, rules, board
+        self.store, self.exchange, self.workers = store, exchange, workers
+        self._wake, self._committed, self._catch_up = wake, committed, catch_up
+        self.start, self.stop = state.layout.fragments[index]
+        self.prepared: ReadyRecord | None = None
+        self.attempt: Attempt | None = None
+        self.exposed = 0  # last round in whose exchange this process took part
+        self.held: set[tuple[int, str]] = set()
+        self._exchanging: asyncio.Task[None] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._trained_since = time.monotonic()
+
+    @property
+    def applied(self) -> int:
+        return self.state.fragments[self.index].applied
+
+    def local(self) -> Local:
+        attempt = self.attempt
+        if attempt is not None and attempt.digest is None:
+            attempt = replace(attempt, blamed=self.exchange.blamed(self.index))
+        fragment = self.state.fragments[self.index]
+        held = frozenset(self.held)
+        return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, self.prepared, attempt, held)
+
+    def handed_off(self, *, step: int, tokens: int, ranges: tuple[tuple[int, int], ...]) -> None:
+        """The workers have written their parameters of this fragment into the shared file."""
+        fragment = self.state.fragments[self.index]
+        self.prepared = ReadyRecord(
+            fragment.applied + 1, self.incarnation, fragment.digest, tokens=tokens, step=step,
+            seconds=round(time.monotonic() - self._trained_since, 3), ranges=ranges,
+        )  # fmt: skip
+        self._wake()
+
+    def forget_prepared(self) -> None:
+        """The workers began anew: what they had handed off is not theirs any more, unless it is being exchanged."""
+        if self.prepared is not None and self.prepared.round > self.exposed:
+            self.prepared = None
+
+    def act(self, now: float) -> None:
+        """Carry out what is to be done now."""
+        if "apply" in self._running or "catch-up" in self._running:
+            return
+        may_propose = self.store.connected
+        for action in decide(self.board.view(self.index, now), self.local(), self.rules, may_propose=may_propose):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Create(record):
+                self._write(f"rounds.{self.index}", record, 0)
+            case Propose(record, revision):
+                self._write(f"rounds.{self.index}", record, revision)
+            case WriteReady(record):
+                self._write(f"ready.{self.index}.{self.cluster}", record, None)
+            case WriteDone(record):
+                self._write(f"done.{self.index}.{self.cluster}", record, None)
+            case Begin(record):
+                self._begin(record)
+            case Cease():
+                self._cease()
+            case Apply(number, digest, contributed):
+                self._once("apply", self._apply(number, digest, contributed))
+            case Fetch(number, digest):
+                self._once("fetch", self._fetch(number, digest))
+            case CatchUp():
+                self._cease()
+                self._once("catch-up", self._catch_up(self.index))
+
+    def _once(self, name: str, work: Awaitable[None]) -> None:
+        """Run `work` as a task, unless one of that name is under way."""
+        if name in self._running:
+            if asyncio.iscoroutine(work):
+                work.close()
+            return
+
+        async def run() -> None:
+            try:
+                await work
+            except IslesError as error:
+                log.warning("fragment %d: %s: %s", self.index, name, error)
+                await asyncio.sleep(0.2)  # it will be decided again
+            finally:
+                self._running.pop(name, None)
+                self._wake()
+
+        self._running[name] = asyncio.create_task(run(), name=f"fragment {self.index}: {name}")
+
+    def _write(self, key: str, record: ReadyRecord | RoundRecord | object, revision: int | None) -> None:
+        async def write() -> None:
+            data = pack(record)  # type: ignore[arg-type]
+            if revision is None:
+                await self.store.put(key, data)
+            elif revision:
+                await self.store.update(key, data, revision)
+            else:
+                await self.store.create(key, data)
+
+        self._once(key, write())
+
+    # --- the exchange
+
+    def _begin(self, record: RoundRecord) -> None:
+        self._cease()
+        self.attempt, self.exposed = Attempt(record.number, record.attempt), record.number
+        self._exchanging = asyncio.create_task(self._exchange(record), name=f"fragment {self.index}: exchange")
+
+    def _cease(self) -> None:
+        if self._exchanging is not None:
+            self._exchanging.cancel()
+        self._exchanging = self.attempt = None
+
+    async def _exchange(self, record: RoundRecord) -> None:
+        size = self.stop - self.start
+        own = rounding_seed(self.seed, self.index, record.number, self.cluster)
+        members = self.board.members
+        peers = {p.cluster: members[p.cluster].record.address for p in record.participants if p.cluster in members}
+        task = Task(
+            run=self.run, record=record, start=self.start, size=size, peers=peers,
+            seed=rounding_seed(self.seed, self.index, record.number, "average"),
+        )  # fmt: skip
+
+        def contribution(chunk: int, out: memoryview | None = None) -> memoryview:
+            first, stop = chunk_bounds(size, record.chunk, chunk)
+            return self.state.encode(self.codec, self.index, first, stop, seed=own, out=out)
+
+        log.info("fragment %d: round %d, attempt %d begins", self.index, record.number, record.attempt)
+        try:
+            digest = await self.exchange.exchange(task, contribution)
+        except IslesError as error:
+            log.warning("fragment %d: round %d: %s", self.index, record.number, error)
+            return
+        if self.attempt is not None and (self.attempt.round, self.attempt.attempt) == (record.number, record.attempt):
+            self.attempt = replace(self.attempt, digest=digest, blamed=())
+            self.held.add((record.number, digest))
+            self._wake()
+
+    async def _fetch(self, number: int, digest: str) -> None:
+        """Take the committed average from whoever holds it."""
+        round_ = self.board.rounds[self.index].record
+        chunk = round_.chunk
+        if not chunk:
+            raise NetworkError(f"round {number} of fragment {self.index} has no record to fetch it by; waiting for the next")
+        peers = {
+            name: seen.record.address
+            for name, seen in self.board.members.items()
+            if name != self.cluster and seen.record.address and self._has(seen.record.rounds, number, name, round_)
+        }
+        await self.exchange.fetch_result(self.index, number, digest, self.start, self.stop - self.start, peers)
+        self.held.add((number, digest))
+
+    def _has(self, rounds: tuple[int, ...], number: int, name: str, record: RoundRecord) -> bool:
+        applied = rounds[self.index] if self.index < len(rounds) else 0
+        return applied >= number or any(p.cluster == name for p in (*record.participants, *record.before))
+
+    # --- the outer step
+
+    async def _apply(self, number: int, digest: str, contributed: bool) -> None:
+        late = not contributed
+        if late:
+            await self.workers.release(self.index)
+        result = self.exchange.result(self.index, number, digest)
+        shift = late and self.prepared is not None
+        await asyncio.to_thread(self.state.apply, self.index, number, result, shift=shift)
+        fragment = self.state.fragments[self.index]
+        if contributed:
+            self.prepared = None
+        self.prepared = after_applying(self.prepared, number, fragment.digest)
+        if self.attempt is not None and self.attempt.round <= number:
+            self._cease()
+        self._trained_since = time.monotonic()
+        await self.workers.merge(self.index, number, contributed=contributed)
+        await self._committed(self.index, number, contributed)
+        self.held = {key for key in self.held if key[0] > number - 2}
+        log.info("fragment %d: round %d applied%s", self.index, number, "" if contributed else " (without us)")
+
+    async def close(self) -> None:
+        """Stop everything that is under way."""
+        self._cease()
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
