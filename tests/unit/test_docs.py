@@ -62,7 +62,7 @@ def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
     for command in _commands(page):
         words = shlex.split(command)
         if command in MADE_ELSEWHERE:
-            assert words[0] == "lint-imports" or f"{words[1]}:" in (ROOT / "Makefile").read_text()
+            assert words[0] != "make" or f"{words[1]}:" in (ROOT / "Makefile").read_text()
             continue
         if words[:2] == ["isles", "simulate"]:
             words += SMALL
