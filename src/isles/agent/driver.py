@@ -18,8 +18,25 @@ from isles.codec import Codec
 from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange, Task
 from isles.protocol import (
-    Action, Apply, Attempt, Begin, Board, CatchUp, Cease, Create, Fetch, Local, Propose, ReadyRecord, RoundRecord, Rules,
-    WriteDone, WriteReady, after_applying, decide, pack,
+    Action,
+    Apply,
+    Attempt,
+    Begin,
+    Board,
+    CatchUp,
+    Cease,
+    Create,
+    Fetch,
+    Local,
+    Propose,
+    ReadyRecord,
+    RoundRecord,
+    Rules,
+    WriteDone,
+    WriteReady,
+    after_applying,
+    decide,
+    pack,
 )  # fmt: skip
 
 log = logging.getLogger("isles.agent")
