@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from isles.errors import DataError
+from isles.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Summary:
     seed: int
     spec_digest: str  # blake3 of the spec
     complete: bool  # False when the run was interrupted
+    codec: str = ""  # of the contributions; empty where nothing is encoded, and in files of before it was recorded
 
 
 def to_json_line(record: StepRecord) -> str:
@@ -100,6 +102,8 @@ def _known(kind: type[StepRecord] | type[Summary], given: dict[str, Any]) -> dic
     values = {}
     for name, allowed in _TYPES[kind]:
         if name not in given:
+            if name in _OPTIONAL:
+                continue
             raise ValueError(f"it has no {name}")
         value = given[name]
         if type(value) not in allowed:
@@ -116,6 +120,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
 }
+_OPTIONAL = {f.name for f in fields(Summary) if f.default is not MISSING}
 _TYPES = {kind: [(f.name, _JSON_TYPES[str(f.type)]) for f in fields(kind)] for kind in (StepRecord, Summary)}
 
 
@@ -153,7 +158,7 @@ class MetricsFile:
         kept = [record for record in read_records(self.path) if record.step <= step]
         self._file.close()
         try:
-            _replace(self.path, "".join(to_json_line(record) + "\n" for record in kept))
+            write_whole(self.path, "".join(to_json_line(record) + "\n" for record in kept).encode())
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -185,21 +190,11 @@ def _drop_cut_line(path: Path) -> None:
         file.truncate(0)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one move: a reader sees the old one or the new one, whole, after a loss of power too."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def write_summary(path: Path, summary: Summary) -> None:
     """Write summary.json in one move. Raises DataError when it cannot be written, ValueError for NaN and infinity."""
     text = json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n"
     try:
-        _replace(path, text)
+        write_whole(path, text.encode())
     except OSError as error:
         raise DataError(f"{path} cannot be written ({_reason(error)}); free space or choose a writable folder") from error
 

@@ -153,6 +153,12 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_from_its_start(
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 12
 
 
+def test_a_damaged_record_without_any_checkpoint_is_mended_too(isles: Isles, spec: Path, run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "run.json").write_text("{")
+    assert isles("simulate", spec, "--out", run, "--resume", "--quiet").code == 0
+
+
 def test_a_run_killed_while_it_wrote_its_record_starts_again(isles: Isles, spec: Path, tmp_path: Path) -> None:
     (tmp_path / ".run.json.writing").write_text('{"form')
     (tmp_path / ".tokenizer.writing").mkdir()

@@ -153,3 +153,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_what_a_spec_sets_is_written_open_and_the_rest_as_comments() -> None:
     text = render_spec(spec_from(_with(data={"path": "data"}, eval={"every": None})))
     assert '\npath = "data"' in text and "\n# inputs = []" in text and "\n# every = ..." in text
+
+
+@pytest.mark.parametrize("override", ["run.steps=true", "optimizer.lr=true", "model.layers=false", "optimizer.betas=true"])
+def test_true_is_no_number(override: str) -> None:
+    with pytest.raises(SpecError, match="does not fit"):
+        spec_from({"model": {"family": "llama", "parameters": "0.13M"}}, [override])
+
+
+def test_true_is_true_where_it_belongs() -> None:
+    tables = {"model": {"family": "llama", "parameters": "0.13M", "tie_embeddings": True, "compile": False}}
+    assert spec_from(tables).model.tie_embeddings is True

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from isles.agent.state import OuterState, chunk_bounds, rounding_seed
-from isles.codec import Codec
+from isles.agent.state import OuterState, chunk_bounds
+from isles.codec import Codec, rounding_seed
 from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange, Task
 from isles.protocol import (

@@ -119,12 +119,6 @@ def digest(values: Floats) -> str:
     return hasher.hexdigest()
 
 
-def rounding_seed(seed: int, fragment: int, number: int, who: str) -> int:
-    """Seed of stochastic rounding: its own for every round (from 1), fragment and sender."""
-    raw = blake3(f"{seed}/{fragment}/{number - 1}/{who}".encode()).digest()
-    return int.from_bytes(raw[:8], "little") >> 1
-
-
 def chunk_bounds(size: int, chunk: int, index: int) -> tuple[int, int]:
     """Values [first, stop) of a fragment of `size` that make its chunk `index`."""
     return index * chunk, min((index + 1) * chunk, size)

@@ -11,6 +11,7 @@ format: the bytes. codecs: what one calls. kernels, sparse: compiled loops, comp
 from isles.codec.codecs import Codec, decode, decode_accumulate, get_codec
 from isles.codec.errors import NonFiniteError
 from isles.codec.format import CHUNK_VALUES, Chunk, ChunkHeader, read_header
+from isles.codec.seeds import rounding_seed
 
 __all__ = [
     "CHUNK_VALUES",
@@ -22,4 +23,5 @@ __all__ = [
     "decode_accumulate",
     "get_codec",
     "read_header",
+    "rounding_seed",
 ]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from isles.data.index import INDEX_NAME, TOKENIZER_FOLDER, DatasetIndex, ShardInfo, Split, is_dataset_index
 from isles.data.tokenizer import Tokenizer
 from isles.errors import DataError
+from isles.files import sync
 
 PARTIAL = ".partial"
 LOCK_NAME = ".preparing"
@@ -141,18 +142,18 @@ def publish(folder: Path, index: DatasetIndex, tokenizer: Tokenizer, writers: li
     saved = folder / (TOKENIZER_FOLDER + PARTIAL)
     tokenizer.save(saved)
     for path in saved.rglob("*"):
-        _fsync(path)
+        sync(path)
     (folder / INDEX_NAME).unlink(missing_ok=True)  # of the dataset that this one replaces
-    _fsync(folder)
+    sync(folder)
     _remove(folder, partial=False)
     index = index.model_copy(update={"shards": tuple(shard for writer in writers for shard in writer.publish())})
     saved.replace(folder / TOKENIZER_FOLDER)
-    _fsync(folder)
+    sync(folder)
     partial = folder / (INDEX_NAME + PARTIAL)
     partial.write_text(index.to_json(), encoding="utf-8")
-    _fsync(partial)
+    sync(partial)
     partial.replace(folder / INDEX_NAME)
-    _fsync(folder)
+    sync(folder)
     return index
 
 
@@ -260,11 +261,3 @@ def _hash_file(path: Path) -> Any:
         while block := file.read(_HASH_BLOCK):
             hasher.update(block)
     return hasher
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

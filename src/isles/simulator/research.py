@@ -166,6 +166,7 @@ class Simulation:
             seed=self.spec.run.seed,
             spec_digest=spec_digest(self.spec),
             complete=self.done,
+            codec=self.spec.codec.name if self.baseline == "none" else "",
         )
 
 
@@ -207,7 +208,7 @@ def simulate(
             store = folder.checkpoints(run.digest, spec.checkpoint.keep)
             if resume and (store.steps() or checkpoint is not None):
                 run.load(store, checkpoint)
-            elif resume and folder.digest() != run.digest:  # it was killed before its first checkpoint, so it starts at step 0
+            elif resume and _other_run(folder, run.digest):  # it was killed before its first checkpoint, so it starts at step 0
                 raise CheckpointError(
                     f"{folder.path} belongs to another run: its spec, data or model differ from the one given; resume with the run.toml it was started with, or choose another --out"
                 )
@@ -224,6 +225,14 @@ def simulate(
     if folder:
         write_summary(folder.summary, summary)
     return summary
+
+
+def _other_run(folder: RunFolder, digest: str) -> bool:
+    """Whether a folder without checkpoints is of another run. A damaged record is of none: it is written again, and nothing is lost."""
+    try:
+        return folder.digest() != digest
+    except CheckpointError:
+        return False
 
 
 def _loop(

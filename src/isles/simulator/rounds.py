@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from isles.codec import Codec, NonFiniteError
+from isles.codec import Codec, NonFiniteError, rounding_seed
 from isles.errors import DivergedError
 from isles.exchange import Contribution, average, bytes_on_wire, decode_chunks, encode_contribution
 from isles.model import Layout
@@ -126,7 +125,7 @@ class Rounds:
         g = self.values[clock.start : clock.stop]
         locals_ = {c.number: c.trainer.read(clock.start, clock.stop) for c in ready}
         contributions = [self._contribution(clock, c, g, locals_[c.number]) for c in ready]
-        seed = _seed(self.spec.run.seed, clock, "average")
+        seed = rounding_seed(self.spec.run.seed, clock.index, clock.round + 1, "average")
         mean = average(self.codec, contributions, self.spec.outer, clock.tensors, start=clock.start, size=g.size, seed=seed)
         self.bytes += bytes_on_wire(self.codec, contributions, mean, len(active))
         shares = dict(zip(sorted(c.cluster for c in contributions), mean.weights, strict=True))
@@ -146,7 +145,7 @@ class Rounds:
         try:
             return encode_contribution(
                 self.codec, standing.local.base(g), x, start=clock.start, cluster=cluster.name, tokens=standing.tokens,
-                seed=_seed(self.spec.run.seed, clock, cluster.name), residual=residual,
+                seed=rounding_seed(self.spec.run.seed, clock.index, clock.round + 1, cluster.name), residual=residual,
             )  # fmt: skip
         except NonFiniteError as error:
             name = self.layout.name_at(error.index)
@@ -195,12 +194,6 @@ class Rounds:
             if ready:
                 self._close(clock, ready, active, now)
                 self._merge_due(clock, active, now + self.spec.streaming.overlap)
-
-
-def _seed(seed: int, clock: FragmentClock, who: str) -> int:
-    """Seed of stochastic rounding: its own for every round, fragment and sender."""
-    digest = blake3(f"{seed}/{clock.index}/{clock.round}/{who}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def in_flight_tensors(clocks: Sequence[FragmentClock]) -> dict[str, torch.Tensor]:

@@ -15,9 +15,10 @@ def method_name(method: str) -> str:
 
 
 def settings(summary: Summary) -> str:
-    """'4 clusters, H = 50'."""
+    """'4 clusters, H = 50, int4'."""
     clusters = f"{summary.clusters:,} cluster{'' if summary.clusters == 1 else 's'}"
-    return f"{clusters}, H = {summary.local_steps:,}" if summary.method == "diloco" else clusters
+    codec = f", {summary.codec}" if summary.codec else ""
+    return f"{clusters}, H = {summary.local_steps:,}{codec}" if summary.method == "diloco" else clusters
 
 
 def run_names(summaries: Sequence[Summary], *, with_settings: bool = True) -> list[str]:

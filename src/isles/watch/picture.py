@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.errors import DataError
+from isles.files import write_whole
 from isles.metrics import StepRecord, Summary, read_records, read_summary
 from isles.watch.labels import method_name, run_names, settings
 from isles.watch.units import human_bytes, human_count
@@ -99,7 +100,7 @@ def draw(runs: Sequence[RunSeries], out: Path) -> None:
         figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(content.getvalue())
+        write_whole(out, content.getvalue())
     except OSError as error:
         raise DataError(f"the picture {out} cannot be written ({error}); choose a file in a writable folder") from error
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from isles.errors import CheckpointError
+from isles.files import sync
 
 FORMAT = 1
 _FOLDER = re.compile(r"^step-(\d{9})$")
@@ -73,13 +74,13 @@ class CheckpointStore:
             manifest = {"format": FORMAT, "step": step, "run": self.run_digest, "files": files}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in temporary.iterdir():
-                _sync(path)
-            _sync(temporary)
+                sync(path)
+            sync(temporary)
             final = self.path(step)
             if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -161,11 +162,3 @@ class CheckpointStore:
 
 def _digest(path: Path) -> str:
     return blake3(max_threads=1).update_mmap(path).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
