@@ -68,4 +68,10 @@ class NetworkError(IslesError):
     exit_code = 10
 
 
+class DiskError(IslesError):
+    """A disk refuses what has to be written. Exit code 11."""
+
+    exit_code = 11
+
+
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report a command ended by Ctrl-C

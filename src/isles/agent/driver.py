@@ -15,8 +15,9 @@ from typing import Protocol
 
 from isles.agent.state import OuterState, chunk_bounds
 from isles.codec import Codec, rounding_seed
-from isles.errors import IslesError, NetworkError
+from isles.errors import IslesError
 from isles.exchange import Exchange, Task
+from isles.outer import contribution_weights
 from isles.protocol import (
     Action,
     Apply,
@@ -38,6 +39,7 @@ from isles.protocol import (
     decide,
     pack,
 )  # fmt: skip
+from isles.spec import OuterTable
 
 log = logging.getLogger("isles.agent")
 
@@ -66,12 +68,12 @@ class FragmentDriver:
     """Drives one fragment. `wake` is called whenever something changed; `committed` after every round that was applied."""
 
     def __init__(
-        self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, rules: Rules,
+        self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, table: OuterTable, rules: Rules,
         board: Board, store: Records, exchange: Exchange, workers: Workers, wake: Callable[[], None],
         committed: Callable[[int, int, bool], Awaitable[None]], catch_up: Callable[[int], Awaitable[None]],
     ) -> None:  # fmt: skip
         self.index, self.cluster, self.incarnation, self.run, self.seed = index, cluster, incarnation, run, seed
-        self.state, self.codec, self.rules, self.board = state, codec, rules, board
+        self.state, self.codec, self.table, self.rules, self.board = state, codec, table, rules, board
         self.store, self.exchange, self.workers = store, exchange, workers
         self._wake, self._committed, self._catch_up = wake, committed, catch_up
         self.start, self.stop = state.layout.fragments[index]
@@ -210,15 +212,16 @@ class FragmentDriver:
     async def _fetch(self, number: int, digest: str) -> None:
         """Take the committed average from whoever holds it."""
         round_ = self.board.rounds[self.index].record
-        chunk = round_.chunk
-        if not chunk:
-            raise NetworkError(f"round {number} of fragment {self.index} has no record to fetch it by; waiting for the next")
         peers = {
             name: seen.record.address
             for name, seen in self.board.members.items()
             if name != self.cluster and seen.record.address and self._has(seen.record.rounds, number, name, round_)
         }
-        await self.exchange.fetch_result(self.index, number, digest, self.start, self.stop - self.start, peers)
+        members = round_.participants if round_.number == number else round_.before
+        weights = contribution_weights(self.table, [p.tokens for p in members]) if self.codec.gathers else []
+        await self.exchange.fetch_result(
+            self.index, number, digest, start=self.start, size=self.stop - self.start, peers=peers, weights=tuple(weights)
+        )
         self.held.add((number, digest))
 
     def _has(self, rounds: tuple[int, ...], number: int, name: str, record: RoundRecord) -> bool:

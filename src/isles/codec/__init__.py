@@ -8,7 +8,7 @@
 format: the bytes. codecs: what one calls. kernels, sparse: compiled loops, compiled at their first use. reference: the same in torch.
 """
 
-from isles.codec.codecs import Codec, decode, decode_accumulate, get_codec
+from isles.codec.codecs import Codec, check, decode, decode_accumulate, get_codec
 from isles.codec.errors import NonFiniteError
 from isles.codec.format import CHUNK_VALUES, Chunk, ChunkHeader, read_header
 from isles.codec.seeds import rounding_seed
@@ -19,6 +19,7 @@ __all__ = [
     "ChunkHeader",
     "Codec",
     "NonFiniteError",
+    "check",
     "decode",
     "decode_accumulate",
     "get_codec",

@@ -258,6 +258,11 @@ def decode_accumulate(chunk: Chunk, weight: float, accumulator: Floats) -> None:
     codec._add(payload, factor, total)
 
 
+def check(chunk: Chunk) -> ChunkHeader:
+    """What a chunk says about itself, once it is known that it can be decoded to finite values. Raises CodecError as `decode` does."""
+    return _open(chunk)[1]
+
+
 def _open(chunk: Chunk) -> tuple[Codec, ChunkHeader, Bytes]:
     """A checked chunk: its codec, its header, and its payload as a read-only array without a copy."""
     header = read_header(chunk)

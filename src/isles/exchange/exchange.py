@@ -1,0 +1,355 @@
+"""The exchange: one cluster's side of every attempt that it takes part in.
+
+For every chunk a cluster sends its contribution to the chunk's owner and asks the owner for the average. Both directions run at once, chunk
+by chunk, with several requests under way at each owner; each cluster begins at another owner, so that they do not all queue at the
+same one. The owner's work is in `reduction`, what others may ask in `server`, lines and blame in `peers`, files in `spool`.
+
+An attempt never fails by itself: it goes on until it is whole or the caller cancels it, because the protocol, which sees all clusters, has
+made another one. What an owner has received stays for that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from isles.codec import Codec, check
+from isles.errors import CheckpointError, CodecError, NetworkError
+from isles.exchange.peers import ERRORS, Pause, Peers, TooEarly, addresses
+from isles.exchange.rate import Counters, RateCap, Width
+from isles.exchange.reduction import Inbox, OwnerReduction
+from isles.exchange.server import EARLY, LONG_POLL, Refused, Server
+from isles.exchange.spool import Averages, Manifest, Spool, StoredAverage, chunk_digest, unbundle
+from isles.exchange.task import Contribution, Task
+from isles.spec import OuterTable
+
+log = logging.getLogger("isles.exchange")
+
+MAX_MANIFEST = 64 << 20  # bytes: 100 a chunk, and 50 billion values have 48,000 chunks
+
+
+@dataclass
+class Running:
+    """An attempt under way, or whole and still asked for by others."""
+
+    task: Task
+    reduction: OwnerReduction
+    since: float
+    whole: bool = False
+    waiting: set[str] = field(default_factory=set)  # owners of whom a chunk is missing here
+    reported: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # whom owners wait for: since when, and last heard of
+
+
+class Exchange:
+    """A cluster's exchange with the others of its run.
+
+    Args:
+        me, run: the cluster's name (that of its certificate) and the run's id.
+        codec, table: how contributions are encoded and weighted.
+        folder: where chunks lie on disk; averages in it are found again after a restart.
+        server_ssl, client_ssl: contexts for mutual TLS with the run's certificates; peer_name: the cluster a certificate is of.
+        max_upload: cap on everything sent, bytes/s.
+    """
+
+    def __init__(
+        self, me: str, run: str, *, codec: Codec, table: OuterTable, folder: Path, server_ssl: ssl.SSLContext,
+        client_ssl: ssl.SSLContext, peer_name: Callable[[ssl.SSLObject], str], max_upload: float | None = None,
+    ) -> None:  # fmt: skip
+        self.me, self.run = me, run
+        self._codec, self._table, self._folder = codec, table, folder
+        self.counters, self.cap = Counters(), RateCap(max_upload)
+        self.averages = Averages(folder / "averages")
+        self.peers = Peers(client_ssl, self.cap, self.counters)
+        self.server = Server(run, server_ssl, peer_name, self._find, self.averages, self.cap, self.counters)
+        self._running: dict[int, Running] = {}
+        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._begun = asyncio.Condition()
+        self._fetched: dict[tuple[int, int, str], Spool] = {}
+        self._residual_lock = threading.Lock()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises NetworkError when the address cannot be had."""
+        await self.peers.start()
+        try:
+            return await self.server.start(host, port)
+        except NetworkError:
+            await self.peers.stop()
+            raise
+
+    async def stop(self) -> None:
+        await self.peers.stop()
+        await self.server.stop()
+
+    # --- an attempt
+
+    async def exchange(self, task: Task, contribution: Contribution) -> str:
+        """Take part in an attempt until the whole average is on disk; returns its digest.
+
+        contribution: encodes one chunk of this cluster's own, in a worker thread. Raises DiskError, CodecError (the own contribution is not
+        finite); what goes wrong between machines is tried again until the caller cancels this."""
+        running = self._begin(task, contribution)
+        async with self._begun:
+            self._begun.notify_all()
+        send = self._sender(task, contribution)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(running.reduction.finished())
+                for owner, address in self._owners(task):
+                    group.create_task(self._with_owner(group, running, owner, address, send))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        average = await asyncio.to_thread(self._keep, task, running)
+        running.whole = True
+        return average.manifest.digest
+
+    def _begin(self, task: Task, contribution: Contribution) -> Running:
+        fragment, number = task.key
+        earlier = self._running.get(fragment)
+        if earlier is not None:
+            earlier.reduction.close()
+        for key in [k for k in self._inboxes if k[0] == fragment and k[1] != number]:
+            self._inboxes.pop(key).delete()
+        inbox = self._inboxes.get(task.key)
+        if inbox is None:
+            folder = self._folder / f"f{fragment}-r{number}"
+            inbox = self._inboxes[task.key] = Inbox(folder, self._codec.encoded_size(task.record.chunk))
+        path = self._folder / "averages" / f"f{fragment}-r{number}-a{task.record.attempt}.spool"
+        spool = Spool(path, task.result_limit(self._codec))
+        own = self._own(task, contribution)
+        reduction = OwnerReduction(task, self.me, self._codec, self._table, inbox, spool, lambda chunk: bytes(own(chunk)))
+        running = Running(task, reduction, time.monotonic())
+        self._running[fragment] = running
+        return running
+
+    def _own(self, task: Task, contribution: Contribution) -> Callable[[int], bytes | memoryview]:
+        """The own contribution's chunks. Encoding with a residual changes the residual, so it is done once a round and kept."""
+        if not self._codec.needs_residual:
+            return contribution
+        spool = self._inboxes[task.key].of((self.me, task.participants[self.me].incarnation))
+
+        def once(chunk: int) -> bytes:
+            with self._residual_lock:
+                if chunk not in spool:
+                    body = contribution(chunk)
+                    spool.put(chunk, body, chunk_digest(body))
+            return spool.get(chunk)
+
+        return once
+
+    def _sender(self, task: Task, contribution: Contribution) -> Callable[[int], tuple[bytes | memoryview, bytes]]:
+        own = self._own(task, contribution)
+
+        def encode(chunk: int) -> tuple[bytes | memoryview, bytes]:
+            body = own(chunk)
+            return body, chunk_digest(body)
+
+        return encode
+
+    def _owners(self, task: Task) -> list[tuple[str, str]]:
+        """The other owners with their addresses, beginning after this cluster's own place."""
+        reachable = addresses(task.peers, self.me)
+        owners = [(name, reachable[name]) for name in sorted(set(task.owners.values())) if name in reachable]
+        first = sum(name < self.me for name, _ in owners)
+        return owners[first:] + owners[:first]
+
+    async def _with_owner(
+        self, group: asyncio.TaskGroup, running: Running, owner: str, address: str,
+        send: Callable[[int], tuple[bytes | memoryview, bytes]],
+    ) -> None:  # fmt: skip
+        """Send an owner what it reduces, and get it back."""
+        task = running.task
+        chunks = task.owned_by(owner)
+        running.waiting.add(owner)
+        held = await self._held_there(task, owner, address) if task.record.attempt else set()
+        outgoing, incoming = iter([c for c in chunks if c not in held]), iter(chunks)
+        left = {"chunks": len(chunks)}
+        for _ in range(min(Width.MOST, len(chunks))):
+            group.create_task(self._send_all(task, owner, address, outgoing, send))
+            group.create_task(self._get_all(running, owner, address, incoming, left))
+
+    async def _held_there(self, task: Task, owner: str, address: str) -> set[int]:
+        """Chunks of this cluster's contribution that an owner has from an earlier attempt."""
+        path = f"{self._path(task)}/contributions/{self.me}/{task.participants[self.me].incarnation}"
+        answer = await self.peers.get(owner, address, path, MAX_MANIFEST, "contributions")
+        try:
+            return {int(chunk) for chunk in json.loads(answer.body)}
+        except (ValueError, TypeError):
+            return set()
+
+    async def _send_all(
+        self, task: Task, owner: str, address: str, chunks: Iterator[int],
+        send: Callable[[int], tuple[bytes | memoryview, bytes]],
+    ) -> None:  # fmt: skip
+        base = f"{self._path(task)}/contributions/{self.me}/{task.participants[self.me].incarnation}"
+        for chunk in chunks:
+            await self.peers.put(owner, address, f"{base}/{chunk}", partial(asyncio.to_thread, send, chunk), "contributions")
+
+    async def _get_all(self, running: Running, owner: str, address: str, chunks: Iterator[int], left: dict[str, int]) -> None:
+        task, spool = running.task, running.reduction.averages
+        limit = task.result_limit(self._codec)
+        for chunk in chunks:
+            path = f"{self._path(task)}/{task.record.attempt}/averages/{chunk}"
+            pause = Pause()
+            while True:
+                answer = await self.peers.get(owner, address, path, limit, "averages")
+                if answer.status == 202:
+                    self._note_missing(running, answer.body)
+                    continue
+                try:
+                    await asyncio.to_thread(self._take, task, chunk, answer.body, answer.digest, spool)
+                    break
+                except (CodecError, CheckpointError) as error:
+                    log.warning("%s at %s sent a bad average: %s", owner, address, error)
+                    await pause.wait()
+            left["chunks"] -= 1
+            if not left["chunks"]:
+                running.waiting.discard(owner)
+
+    def _take(self, task: Task, chunk: int, body: bytes, digest: str, spool: Spool) -> None:
+        """Check an average and keep it. Raises CodecError, CheckpointError, DiskError."""
+        actual = chunk_digest(body)
+        if actual.hex() != digest:
+            raise CodecError(f"chunk {chunk} arrived damaged: it does not match its hash")
+        first, stop = task.bounds(chunk)
+        self._check(body, first, stop, len(task.participants))
+        spool.put(chunk, body, actual)
+
+    def _check(self, body: bytes, first: int, stop: int, participants: int) -> None:
+        for part in unbundle(body, participants) if self._codec.gathers else [body]:
+            header = check(part)
+            if (header.codec, header.offset, header.stop) != (self._codec.name, first, stop):
+                raise CodecError(
+                    f"it holds {header.codec} values {header.offset} to {header.stop} instead of {first} to {stop}"
+                )
+
+    def _note_missing(self, running: Running, body: bytes) -> None:
+        now = time.monotonic()
+        try:
+            missing = [str(name) for name in json.loads(body)["missing"]]
+        except (ValueError, KeyError, TypeError):
+            return
+        for name in missing:
+            if name in running.task.participants:
+                since, last = running.reported.get(name, (now, now))
+                running.reported[name] = (since if now - last < 3 * LONG_POLL else now, now)
+
+    def _keep(self, task: Task, running: Running) -> StoredAverage:
+        weights = tuple(task.weights(self._table)) if self._codec.gathers else ()
+        fragment, number = task.key
+        return self.averages.add(running.reduction.averages, fragment, number, task.record.chunk, task.size, weights)
+
+    def _path(self, task: Task) -> str:
+        fragment, number = task.key
+        return f"/v1/{self.run}/{fragment}/{number}"
+
+    async def _find(self, fragment: int, number: int, attempt: int | None) -> OwnerReduction:
+        """The reduction that a request is about; waits a little for it. Raises Refused."""
+        deadline = time.monotonic() + EARLY
+        while True:
+            running = self._running.get(fragment)
+            if running is not None:
+                record = running.task.record
+                if record.number > number or (record.number == number and attempt is not None and record.attempt > attempt):
+                    raise Refused(410, f"round {number} of fragment {fragment} is over here")
+                if record.number == number and (attempt is None or record.attempt == attempt):
+                    return running.reduction
+            async with self._begun:
+                try:
+                    await asyncio.wait_for(self._begun.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    raise Refused(425, f"round {number} of fragment {fragment} has not begun here") from None
+
+    # --- blame
+
+    def blamed(self, fragment: int) -> tuple[str, ...]:
+        """Participants that hold the fragment's attempt up, as far as this cluster can tell."""
+        running = self._running.get(fragment)
+        if running is None or running.whole:
+            return ()
+        guilty = {owner for owner in running.waiting if self.peers.health(owner).stuck(running.since)}
+        now, loop_now = time.monotonic(), asyncio.get_running_loop().time()
+        for name in running.reduction.waits_for():
+            health, heard = self.peers.health(name), running.reduction.heard.get(name, running.since)
+            if health.refused or loop_now - heard > health.patience():
+                guilty.add(name)
+        for name, (since, last) in running.reported.items():
+            if now - last < 2 * LONG_POLL and now - since > self.peers.health(name).patience():
+                guilty.add(name)
+        return tuple(sorted(guilty - {self.me}))
+
+    # --- averages of rounds that are over
+
+    def result(self, fragment: int, number: int, digest: str) -> StoredAverage:
+        """A whole average on disk; iterating gives its decoded chunks. Raises CheckpointError when it is not there."""
+        average = self.averages.get(fragment, number, digest)
+        if average is None:
+            raise CheckpointError(f"the average of round {number} of fragment {fragment} is not on this disk")
+        return average
+
+    async def fetch_result(
+        self, fragment: int, number: int, digest: str, *, start: int, size: int, peers: Mapping[str, str | None],
+        weights: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        """Get a committed average from whoever holds it, from several at once; goes on where an earlier call was cut.
+
+        start, size: of the fragment; weights: of the contributions, for codecs that gather. Raises NetworkError when nobody gives it."""
+        path = f"/v1/{self.run}/{fragment}/{number}/results/{digest}"
+        reachable = addresses(peers, self.me)
+        manifest = await self._manifest(path, reachable, size, digest)
+        key = (fragment, number, digest)
+        spool = self._fetched.get(key)
+        if spool is None:
+            name = f"f{fragment}-r{number}-{digest[:16]}.spool"
+            spool = self._fetched[key] = Spool(self._folder / "averages" / name, manifest.sizes[0])
+        missing = [chunk for chunk in range(len(manifest.sizes)) if chunk not in spool]
+        queue = iter(missing)
+        async with asyncio.TaskGroup() as group:
+            for name, address in reachable.items():
+                group.create_task(self._fetch_from(name, address, path, queue, manifest, spool, start, len(weights)))
+        if any(chunk not in spool for chunk in missing):
+            raise NetworkError(f"round {number} of fragment {fragment}: no other cluster gave all of its average; trying again")
+        self.averages.add(spool, fragment, number, manifest.chunk, size, weights)
+        del self._fetched[key]
+
+    async def _manifest(self, path: str, peers: Mapping[str, str], size: int, digest: str) -> Manifest:
+        for name, address in peers.items():
+            try:
+                answer = await self.peers.get_once(name, address, path, MAX_MANIFEST, "results")
+                manifest = Manifest.from_json(answer.body)
+            except (*ERRORS, TooEarly, CheckpointError):
+                continue
+            if manifest.digest == digest and manifest.size == size:
+                return manifest
+        raise NetworkError(f"no cluster that can be reached holds the average {digest[:12]}; trying again")
+
+    async def _fetch_from(
+        self, peer: str, address: str, path: str, chunks: Iterator[int], manifest: Manifest, spool: Spool, start: int, parts: int
+    ) -> None:  # fmt: skip
+        for chunk in chunks:
+            try:
+                answer = await self.peers.get_once(peer, address, f"{path}/{chunk}", manifest.sizes[chunk], "results")
+                actual = chunk_digest(answer.body)
+                if actual.hex() != manifest.digests[chunk]:
+                    raise CodecError(f"{peer} at {address} sent chunk {chunk} damaged")
+                first = start + chunk * manifest.chunk
+                self._check(answer.body, first, min(first + manifest.chunk, start + manifest.size), parts)
+                await asyncio.to_thread(spool.put, chunk, answer.body, actual)
+            except (*ERRORS, TooEarly, CodecError, CheckpointError) as error:
+                log.warning("%s at %s: %s", peer, address, error)
+                return  # the others go on; what is missing is asked for again
+
+    def forget(self, fragment: int, before: int) -> None:
+        """Delete what is kept of the rounds before this one."""
+        self.averages.forget(fragment, before)
+        for key in [k for k in self._inboxes if k[0] == fragment and k[1] < before]:
+            self._inboxes.pop(key).delete()

@@ -1,0 +1,247 @@
+"""The other clusters, as this one reaches them: requests with retries, and who holds things up.
+
+A request is repeated until it succeeds or its caller gives it up; all of them are idempotent, so a lost connection costs one chunk. Nobody
+sets a time-out: a peer is blamed at once when its machine refuses the connection, and otherwise when it has not moved a byte for
+many times as long as its chunks have taken. Blame is lifted by the next byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import aiohttp
+from aiohttp import payload
+from aiohttp.abc import AbstractStreamWriter
+
+from isles.errors import NetworkError
+from isles.exchange.rate import Counters, Purpose, RateCap, Width, send_slices
+
+log = logging.getLogger("isles.exchange")
+
+PATIENCE = 8.0  # seconds without a byte before a peer is blamed that has moved nothing yet, and at least
+TIMES = 10  # and so many times as long as its chunks have taken
+DIGEST = "X-Isles-Blake3"
+ERRORS = (aiohttp.ClientError, OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ssl.SSLError)
+
+
+@dataclass
+class Health:
+    """What is known of the way to a peer."""
+
+    moved_at: float = field(default_factory=time.monotonic)
+    refused: bool = False
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that chunks have taken
+    up: Width = field(default_factory=Width)
+    down: Width = field(default_factory=Width)
+    said: str = ""  # the last complaint in the log, so that it is not said again and again
+
+    def moved(self) -> None:
+        self.moved_at, self.refused, self.said = time.monotonic(), False, ""
+
+    def patience(self) -> float:
+        return max(PATIENCE, TIMES * median(self.seconds)) if self.seconds else PATIENCE
+
+    def stuck(self, since: float) -> bool:
+        """Whether the peer holds up work that began at `since`."""
+        return self.refused or time.monotonic() - max(since, self.moved_at) > self.patience()
+
+
+class Body(payload.Payload):
+    """A request's body, sent slice by slice under the cap."""
+
+    def __init__(self, data: bytes | memoryview, cap: RateCap) -> None:
+        super().__init__(data, content_type="application/octet-stream")
+        self._data, self._cap = data, cap
+        self._size = len(data)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:  # noqa: ARG002
+        raise TypeError("a chunk is no text")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await send_slices(self._data, writer.write, self._cap)
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:  # noqa: ARG002
+        await self.write(writer)
+
+
+Encoded = tuple[bytes | memoryview, bytes]  # body and digest
+
+
+@dataclass(frozen=True)
+class Answer:
+    """status 200, or 202: not yet. digest: of the body, in hex, as the peer says."""
+
+    status: int
+    body: bytes
+    digest: str
+
+
+class Peers:
+    """Requests to other clusters. Addresses may change between calls; health stays with the name."""
+
+    def __init__(self, client_ssl: ssl.SSLContext, cap: RateCap, counters: Counters) -> None:
+        self._ssl, self.cap, self.counters = client_ssl, cap, counters
+        self._health: dict[str, Health] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def health(self, peer: str) -> Health:
+        return self._health.setdefault(peer, Health())
+
+    async def start(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=self._ssl, socket_factory=connected_socket)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=1 << 20)
+
+    async def stop(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            await asyncio.sleep(0)  # connections close in the next turn of the loop
+
+    async def put(self, peer: str, address: str, path: str, body: Callable[[], Awaitable[Encoded]], purpose: Purpose) -> None:
+        """PUT until the peer has it. body: makes the body and its digest once a place among the peer's requests is free."""
+        health, made, pause = self.health(peer), None, Pause()
+        while True:
+            async with health.up, Attempt(self, peer, address):
+                made = made or await body()
+                data, digest = made
+                began = time.monotonic()
+                payload_, headers = Body(data, self.cap), {DIGEST: digest.hex()}
+                async with self._request("PUT", peer, address, path, data=payload_, headers=headers) as answer:
+                    if answer.status in (200, 201):
+                        self.counters.up[purpose] += len(data)
+                        self._done(health, health.up, began, len(data))
+                        return
+                    await self._refuse(peer, address, answer)
+            await pause.wait()
+
+    async def get(self, peer: str, address: str, path: str, limit: int, purpose: Purpose) -> Answer:
+        """GET until there is an answer: a body of at most `limit` bytes."""
+        health, pause = self.health(peer), Pause()
+        while True:
+            async with health.down, Attempt(self, peer, address):
+                return await self.get_once(peer, address, path, limit, purpose)
+            await pause.wait()
+
+    async def get_once(self, peer: str, address: str, path: str, limit: int, purpose: Purpose) -> Answer:
+        """GET. Raises one of ERRORS, or TooEarly."""
+        health, began = self.health(peer), time.monotonic()
+        async with self._request("GET", peer, address, path) as answer:
+            if answer.status not in (200, 202):
+                await self._refuse(peer, address, answer)
+            body = await self._read(answer, limit, health)
+            health.moved()
+            if answer.status == 200:
+                self.counters.down[purpose] += len(body)
+                self._done(health, health.down, began, len(body))
+            return Answer(answer.status, body, answer.headers.get(DIGEST, ""))
+
+    def _request(self, method: str, peer: str, address: str, path: str, **more: Any) -> Any:
+        if self._session is None:
+            raise NetworkError("the exchange is not running; start it first")
+        return self._session.request(method, f"https://{address}{path}", server_hostname=peer, allow_redirects=False, **more)
+
+    async def _read(self, answer: aiohttp.ClientResponse, limit: int, health: Health) -> bytes:
+        """A body whose length is known and bounded before memory is taken."""
+        length = answer.content_length
+        if length is None or length > limit:
+            raise aiohttp.ClientPayloadError(f"a body of {length} bytes where at most {limit} fit")
+        parts, left = [], length
+        while left:
+            part = await answer.content.readany()
+            if not part:
+                raise aiohttp.ClientPayloadError("the body was cut short")
+            health.moved()
+            left -= len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _refuse(self, peer: str, address: str, answer: aiohttp.ClientResponse) -> None:
+        """Any other answer: 425 is 'too early' and no failure of the peer; the rest is said in the log."""
+        text = (await answer.content.read(300)).decode(errors="replace")
+        health = self.health(peer)
+        if answer.status == 425:
+            health.moved()
+            raise TooEarly
+        self._complain(health, f"{peer} at {address} answers {answer.status}: {text or answer.reason}")
+        raise aiohttp.ClientResponseError(answer.request_info, (), status=answer.status)
+
+    def _done(self, health: Health, width: Width, began: float, count: int) -> None:
+        health.moved()
+        health.seconds.append(time.monotonic() - began)
+        width.moved(count)
+
+    def failed(self, peer: str, address: str, error: BaseException) -> None:
+        health = self.health(peer)
+        health.refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            text = f"{peer} at {address} does not prove that it is {peer} ({error.certificate_error}); it needs an invite of this run"
+        elif health.refused:
+            text = f"{peer} at {address} refuses connections; it may have stopped, or advertise a wrong address"
+        else:
+            text = f"{peer} at {address}: {error or type(error).__name__}; trying again"
+        self._complain(health, text)
+
+    def _complain(self, health: Health, text: str) -> None:
+        if text != health.said:
+            health.said = text
+            log.warning("%s", text)
+
+
+class Pause:
+    """Between two tries: longer each time, up to a second."""
+
+    def __init__(self) -> None:
+        self._next = 0.05
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self._next)
+        self._next = min(1.0, self._next * 2)
+
+
+class TooEarly(Exception):
+    """The peer has not seen the round's record yet."""
+
+
+class Attempt(contextlib.AbstractAsyncContextManager[None]):
+    """One try of a request: what may go wrong between machines is noted and not raised."""
+
+    def __init__(self, peers: Peers, peer: str, address: str) -> None:
+        self._peers, self._peer, self._address = peers, peer, address
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, TooEarly):
+            return True
+        if isinstance(error, ERRORS):
+            self._peers.failed(self._peer, self._address, error)
+            return True
+        return False
+
+
+def connected_socket(info: tuple[Any, ...]) -> socket.socket:
+    """A socket for an outgoing connection, tuned for long lines."""
+    family, kind, protocol, *_ = info
+    made = socket.socket(family, kind, protocol)
+    tune(made)
+    return made
+
+
+def tune(made: socket.socket) -> None:
+    """No waiting for full packets; BBR where the kernel offers it, which keeps a long lossy line full where the default does not."""
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError, AttributeError):
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+def addresses(peers: Mapping[str, str | None], without: str) -> dict[str, str]:
+    """The peers that can be reached, by name, this cluster excepted."""
+    return {name: address for name, address in peers.items() if address is not None and name != without}

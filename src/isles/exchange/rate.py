@@ -1,0 +1,90 @@
+"""How fast, and how much: the cap that a host can set, and the count of every byte by purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+Purpose = Literal["contributions", "averages", "results", "state"]
+SLICE = 1 << 18  # bytes handed to a connection at once: small enough to share it, large enough to keep it busy
+
+
+class RateCap:
+    """A token bucket in front of everything that is sent. rate: bytes/s, None for no cap."""
+
+    def __init__(self, rate: float | None) -> None:
+        self.rate = rate
+        self._free = 0.0  # time at which the line is free again
+        self._lock = asyncio.Lock()
+
+    async def take(self, count: int) -> None:
+        """Wait until `count` bytes may go."""
+        if self.rate is None:
+            return
+        async with self._lock:
+            now = time.monotonic()
+            begin = max(self._free, now - SLICE / self.rate)  # a short burst may make up for a late wake-up
+            self._free = begin + count / self.rate
+        if begin > now:
+            await asyncio.sleep(begin - now)
+
+
+class Counters:
+    """Bytes of bodies sent and received, by purpose."""
+
+    def __init__(self) -> None:
+        self.up: Counter[str] = Counter()
+        self.down: Counter[str] = Counter()
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        return {"up": dict(self.up), "down": dict(self.down)}
+
+
+async def send_slices(body: bytes | memoryview, write: Callable[[bytes | memoryview], Awaitable[None]], cap: RateCap) -> None:
+    """Hand a body over slice by slice, no faster than the cap."""
+    view = memoryview(body)
+    for first in range(0, len(view), SLICE):
+        part = view[first : first + SLICE]
+        await cap.take(len(part))
+        await write(part)
+
+
+class Width:
+    """How many requests to keep under way with one peer, found while running.
+
+    It grows by one while that brings more bytes a second, and stops growing when it does not. One TCP stream under default congestion
+    control may fall to a twentieth of a long line, eight may fill it; on a short line two are enough."""
+
+    FIRST, MOST, WINDOW, GAIN = 2, 16, 0.5, 1.08  # requests, requests, seconds at least, growth that counts
+
+    def __init__(self) -> None:
+        self.now = self.FIRST
+        self._busy = 0
+        self._changed = asyncio.Condition()
+        self._bytes, self._since = 0, time.monotonic()
+        self._best = 0.0
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._busy < self.now)
+            self._busy += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def moved(self, count: int) -> None:
+        """So many bytes have gone through."""
+        self._bytes += count
+        seconds = time.monotonic() - self._since
+        if seconds < self.WINDOW:
+            return
+        speed = self._bytes / seconds
+        if speed > self._best * self.GAIN and self.now < self.MOST:
+            self.now += 1
+        self._best = max(self._best, speed)
+        self._bytes, self._since = 0, time.monotonic()

@@ -1,0 +1,205 @@
+"""What other clusters may ask of this one, over HTTPS with certificates on both sides.
+
+    PUT /v1/RUN/FRAGMENT/ROUND/contributions/CLUSTER/INCARNATION/CHUNK     a chunk of a contribution, to its owner
+    GET /v1/RUN/FRAGMENT/ROUND/contributions/CLUSTER/INCARNATION           the chunks of it that the owner already has (JSON)
+    GET /v1/RUN/FRAGMENT/ROUND/ATTEMPT/averages/CHUNK                      a chunk of the average, from its owner; 202 while it waits for somebody
+    GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST                              the description of a committed average
+    GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST/CHUNK                        a chunk of it, from anyone who holds it
+
+Everything about a body is known and checked before memory is taken for it: who may send it, for which round, and its exact length. The
+name in a peer's certificate is the only identity; a cluster can only send what is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from isles.errors import CodecError, IslesError, NetworkError
+from isles.exchange.peers import DIGEST, tune
+from isles.exchange.rate import Counters, RateCap, send_slices
+from isles.exchange.spool import Averages, chunk_digest
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+EARLY = 2.0  # seconds that a request waits for this cluster to see the round's record
+LONG_POLL = 5.0  # seconds that a request for an average waits for it
+
+
+class Refused(Exception):
+    """A request that is answered with a status and a sentence."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Reduction(Protocol):
+    """The owner's side of a task, as the server needs it."""
+
+    def missing(self, chunk: int) -> list[str]: ...
+    def holds(self, cluster: str, chunk: int) -> bool: ...
+    def expects(self, cluster: str, incarnation: str, chunk: int) -> int: ...
+    async def receive(self, cluster: str, chunk: int, body: bytes, digest: bytes) -> None: ...
+    async def average(self, chunk: int) -> tuple[bytes, bytes]: ...
+
+
+Find = Callable[[int, int, int | None], Awaitable[Reduction]]  # fragment, round, attempt -> reduction; raises Refused
+
+
+class Server:
+    """Listens, checks and answers. `find` gives the reduction of a round that this cluster takes part in."""
+
+    def __init__(
+        self, run: str, server_ssl: ssl.SSLContext, peer_name: Callable[[ssl.SSLObject], str], find: Find, averages: Averages,
+        cap: RateCap, counters: Counters,
+    ) -> None:  # fmt: skip
+        self.run, self._ssl, self._peer_name, self._find = run, server_ssl, peer_name, find
+        self._averages, self._cap, self._counters = averages, cap, counters
+        self._runner: web.AppRunner | None = None
+        self.routes: list[web.RouteDef] = [
+            web.put(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}/{chunk:\d+}", self._put),
+            web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}", self._have),
+            web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/{attempt:\d+}/averages/{chunk:\d+}", self._average),
+            web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/results/{digest}", self._manifest),
+            web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/results/{digest}/{chunk:\d+}", self._result),
+        ]
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises NetworkError when the address cannot be had."""
+        app = web.Application(middlewares=[self._guard], client_max_size=0)
+        app.add_routes(self.routes)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            listening = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            why = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            raise NetworkError(f"{host}:{port} cannot be listened on ({why}); choose another port or address") from error
+        tune(listening)  # accepted connections inherit it
+        await web.SockSite(self._runner, listening, ssl_context=self._ssl).start()
+        return int(listening.getsockname()[1])
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who asks, for which run; and every refusal as a sentence."""
+        try:
+            if request.match_info.get("run") != self.run:
+                raise Refused(404, "this is another run; ask its organiser for an invite")
+            return await handler(request)
+        except Refused as refused:
+            return web.Response(status=refused.status, text=str(refused))
+        except CodecError as error:
+            return web.Response(status=400, text=str(error))
+        except IslesError as error:
+            return web.Response(status=507, text=str(error))
+
+    def name_of(self, request: web.Request) -> str:
+        """The cluster that asks, as its certificate says."""
+        transport = request.transport
+        secured = transport.get_extra_info("ssl_object") if transport is not None else None
+        if secured is None:
+            raise Refused(403, "no certificate was shown")
+        return self._peer_name(secured)
+
+    async def _reduction(self, request: web.Request) -> Reduction:
+        fragment, number = _number(request, "fragment"), _number(request, "round")
+        attempt = _number(request, "attempt") if "attempt" in request.match_info else None
+        return await self._find(fragment, number, attempt)
+
+    async def _put(self, request: web.Request) -> web.StreamResponse:
+        cluster, incarnation, chunk = (
+            request.match_info["cluster"],
+            request.match_info["incarnation"],
+            _number(request, "chunk"),
+        )
+        if self.name_of(request) != cluster:
+            raise Refused(403, f"only {cluster} may send its contribution")
+        reduction = await self._reduction(request)
+        size = reduction.expects(cluster, incarnation, chunk)
+        if request.content_length != size:
+            raise Refused(413, f"chunk {chunk} takes {size} bytes, not {request.content_length}")
+        body = await _read(request, size)
+        if not reduction.holds(cluster, chunk):
+            digest = await asyncio.to_thread(chunk_digest, body)
+            if request.headers.get(DIGEST) != digest.hex():
+                raise Refused(400, f"chunk {chunk} arrived damaged: it does not match its hash; send it again")
+            self._counters.down["contributions"] += size
+            await reduction.receive(cluster, chunk, body, digest)
+        return web.Response(status=201)
+
+    async def _have(self, request: web.Request) -> web.StreamResponse:
+        cluster = request.match_info["cluster"]
+        if self.name_of(request) != cluster:
+            raise Refused(403, f"only {cluster} may ask for what it sent")
+        reduction: Any = await self._reduction(request)
+        return web.json_response(reduction.received(cluster, request.match_info["incarnation"]))
+
+    async def _average(self, request: web.Request) -> web.StreamResponse:
+        self.name_of(request)
+        reduction, chunk = await self._reduction(request), _number(request, "chunk")
+        try:
+            body, digest = await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(reduction.average(chunk))), LONG_POLL)
+        except TimeoutError:
+            return web.json_response({"missing": reduction.missing(chunk)}, status=202)
+        self._counters.up["averages"] += len(body)
+        return await self._send(request, body, digest)
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._kept(request).manifest.to_json())
+
+    async def _result(self, request: web.Request) -> web.StreamResponse:
+        average, chunk = self._kept(request), _number(request, "chunk")
+        if chunk >= len(average.manifest.sizes):
+            raise Refused(404, f"there is no chunk {chunk}")
+        body = await asyncio.to_thread(average.encoded, chunk)
+        self._counters.up["results"] += len(body)
+        return await self._send(request, body, bytes.fromhex(average.manifest.digests[chunk]))
+
+    def _kept(self, request: web.Request) -> Any:
+        self.name_of(request)
+        found = self._averages.get(_number(request, "fragment"), _number(request, "round"), request.match_info["digest"])
+        if found is None:
+            raise Refused(404, "this average is not kept here")
+        return found
+
+    async def _send(self, request: web.Request, body: bytes, digest: bytes) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={DIGEST: digest.hex(), "Content-Type": "application/octet-stream"})
+        answer.content_length = len(body)
+        await answer.prepare(request)
+        await send_slices(body, answer.write, self._cap)
+        await answer.write_eof()
+        return answer
+
+
+async def _read(request: web.Request, size: int) -> bytes:
+    """A body of exactly `size` bytes."""
+    parts, left = [], size
+    while left:
+        part = await request.content.readany()
+        if not part:
+            raise Refused(400, "the body was cut short")
+        left -= len(part)
+        parts.append(part)
+    if left < 0:
+        raise Refused(413, "the body is longer than it said")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.match_info[name]
+    if len(text) > 18:
+        raise Refused(404, f"{name} {text[:20]}... is out of bounds")
+    return int(text)

@@ -1,0 +1,383 @@
+"""The exchange between real sockets with real certificates: the same bits everywhere, whatever goes wrong in between."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.certificates import TestAuthority, peer_name
+
+from isles.codec import Codec, NonFiniteError, get_codec
+from isles.errors import NetworkError
+from isles.exchange import Exchange, Task, average, encode_contribution
+from isles.exchange import exchange as module
+from isles.protocol import Participant, Phase, RoundRecord
+from isles.protocol.parts import plan_parts, replan_parts
+from isles.spec import CodecTable, OuterTable
+
+Floats = NDArray[np.float32]
+SIZE, CHUNK, TABLE = 50_000, 4096, OuterTable()
+
+
+class Islands:
+    """Clusters with an exchange each, on loopback, and what they would contribute."""
+
+    def __init__(self, folder: Path, codec: Codec, names: str) -> None:
+        self.folder, self.codec, self.names = folder, codec, list(names)
+        self.authority = TestAuthority(folder)
+        self.at: dict[str, Exchange] = {}
+        self.peers: dict[str, str | None] = {}
+        rng = np.random.default_rng(5)
+        self.base = rng.standard_normal(SIZE).astype(np.float32)
+        self.local = {n: self.base - rng.standard_normal(SIZE).astype(np.float32) for n in self.names}
+        self.residual = {n: np.zeros(SIZE, np.float32) for n in self.names}
+        self.encoded: dict[tuple[str, int], int] = {}  # how often a chunk was encoded
+
+    async def start(self, name: str) -> None:
+        server, client = self.authority.contexts(name)
+        self.at[name] = Exchange(
+            name,
+            "run",
+            codec=self.codec,
+            table=TABLE,
+            folder=self.folder / name,
+            server_ssl=server,
+            client_ssl=client,
+            peer_name=peer_name,
+        )
+        self.peers[name] = f"127.0.0.1:{await self.at[name].start('127.0.0.1', 0)}"
+
+    def record(self, names: str, attempt: int = 0, before: RoundRecord | None = None, number: int = 1) -> RoundRecord:
+        owners = {n: 0.0 for n in names if self.peers[n]}
+        parts = replan_parts(before.parts, owners, len(names)) if before else plan_parts(-(-SIZE // CHUNK), owners, len(names))
+        participants = tuple(Participant(n, f"{ord(n):08x}", 10 + i) for i, n in enumerate(names))
+        return RoundRecord(0, number, Phase.EXCHANGE, attempt, participants, parts, CHUNK, "a" * 64)
+
+    def task(self, record: RoundRecord) -> Task:
+        return Task("run", record, 0, SIZE, {p.cluster: self.peers[p.cluster] for p in record.participants}, seed=9)
+
+    def contribution(self, name: str, task: Task) -> Callable[[int], memoryview]:
+        def encode(chunk: int) -> memoryview:
+            first, stop = task.bounds(chunk)
+            self.encoded[name, chunk] = self.encoded.get((name, chunk), 0) + 1
+            more = {"residual": self.residual[name][first:stop]} if self.codec.needs_residual else {}
+            return self.codec.encode(self.base[first:stop], self.local[name][first:stop], offset=first, seed=7, **more)
+
+        return encode
+
+    def join(self, name: str, record: RoundRecord) -> Awaitable[str]:
+        task = self.task(record)
+        return self.at[name].exchange(task, self.contribution(name, task))
+
+    async def all(self, record: RoundRecord) -> str:
+        digests = await asyncio.wait_for(asyncio.gather(*(self.join(p.cluster, record) for p in record.participants)), 30)
+        assert len(set(digests)) == 1
+        return digests[0]
+
+    def values(self, name: str, digest: str, number: int = 1) -> Floats:
+        return np.concatenate(list(self.at[name].result(0, number, digest)))
+
+    @staticmethod
+    def owned(record: RoundRecord, owner: str) -> set[int]:
+        return {chunk for part in record.parts if part.owner == owner for chunk in range(part.first, part.stop)}
+
+    def received(self, owner: str, sender: str) -> set[int]:
+        running = self.at[owner]._running.get(0)
+        return set(running.reduction.received(sender, f"{ord(sender):08x}")) if running else set()
+
+    def expected(self, names: str) -> Floats:
+        """What the simulator makes of the same contributions."""
+        made = [
+            encode_contribution(
+                self.codec, self.base, self.local[n], start=0, cluster=n, tokens=10 + i, seed=7,
+                residual=np.zeros(SIZE, np.float32) if self.codec.needs_residual else None,
+            )
+            for i, n in enumerate(names)
+        ]  # fmt: skip
+        return average(self.codec, made, TABLE, [(0, SIZE)], start=0, size=SIZE, seed=9).values
+
+
+@asynccontextmanager
+async def islands(folder: Path, names: str, codec: str = "fp32", outbound: str = "", **more: Any) -> AsyncIterator[Islands]:
+    made = Islands(folder, get_codec(CodecTable(name=codec, **more)), names)  # type: ignore[arg-type]
+    try:
+        for name in names:
+            await made.start(name)
+            if name in outbound:
+                made.peers[name] = None
+        yield made
+    finally:
+        for exchange in made.at.values():
+            await exchange.stop()
+
+
+def run(play: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(play(), 15))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+@pytest.mark.parametrize(
+    ("codec", "more"),
+    [("fp32", {}), ("bf16", {}), ("int8", {}), ("int4", {"rounding": "stochastic"}), ("topk", {})],
+    ids=lambda v: str(v),
+)
+def test_everybody_gets_the_bits_that_the_simulator_gets(tmp_path: Path, names: str, codec: str, more: dict[str, Any]) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, names, codec, **more) as made:
+            digest = await made.all(made.record(names))
+            for name in names:
+                assert np.array_equal(made.values(name, digest), made.expected(names))
+
+    run(play)
+
+
+def test_a_cluster_that_nobody_can_reach_takes_part(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "abc", outbound="c") as made:
+            record = made.record("abc")
+            assert {p.owner for p in record.parts} == {"a", "b"}
+            digest = await made.all(record)
+            assert np.array_equal(made.values("c", digest), made.expected("abc"))
+
+    run(play)
+
+
+def test_survivors_resend_only_what_the_lost_owner_held(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "abc") as made:
+            first = made.record("abc")
+            tasks = [asyncio.create_task(made.join(n, first)) for n in "ab"]  # type: ignore[arg-type]
+            while any(made.received(owner, sender) != made.owned(first, owner) for owner, sender in ("ab", "ba")):
+                await asyncio.sleep(0.01)
+            assert set(made.at["a"].blamed(0)) <= {"c"}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            made.encoded.clear()
+            second = made.record("ab", attempt=1, before=first)
+            digest = await made.all(second)
+            assert np.array_equal(made.values("a", digest), made.expected("ab"))
+            for name, other in ("ab", "ba"):
+                kept, own = made.owned(first, other), made.owned(second, name)
+                sent = {c for n, c in made.encoded if n == name} - own
+                assert sent and not sent & kept
+
+    run(play)
+
+
+def test_a_residual_is_taken_once_over_all_attempts(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab", "topk") as made:
+            first = made.record("ab")
+            task = asyncio.create_task(made.join("a", first))  # type: ignore[arg-type]
+            while not made.encoded:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            digest = await made.all(replace(first, attempt=1))
+            assert set(made.encoded.values()) == {1}
+            assert np.array_equal(made.values("b", digest), made.expected("ab"))
+
+    run(play)
+
+
+def test_a_peer_that_is_not_there_is_blamed_and_forgiven(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab") as made:
+            record = made.record("ab")
+            address = made.peers["b"]
+            await made.at["b"].stop()
+            joined = asyncio.create_task(made.join("a", record))  # type: ignore[arg-type]
+            while made.at["a"].blamed(0) != ("b",):
+                await asyncio.sleep(0.02)
+            await made.start("b")
+            made.peers["b"], moved = address, made.peers["b"]
+            joined.cancel()
+            await asyncio.gather(joined, return_exceptions=True)
+            made.peers["b"] = moved
+            await made.all(replace(record, attempt=1))
+            assert made.at["a"].blamed(0) == ()
+
+    run(play)
+
+
+def test_a_contribution_that_is_not_finite_ends_the_attempt_of_its_cluster_only(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab") as made:
+            made.local["a"][123] = np.nan
+            other = asyncio.create_task(made.join("b", made.record("ab")))  # type: ignore[arg-type]
+            with pytest.raises(NonFiniteError):
+                await made.join("a", made.record("ab"))
+            assert not other.done()
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+
+    run(play)
+
+
+def test_a_late_cluster_fetches_a_committed_average_from_several_and_again_after_a_restart(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "abc") as made:
+            digest = await made.all(made.record("ab"))
+            peers = {n: made.peers[n] for n in "ab"}
+            await made.at["c"].fetch_result(0, 1, digest, start=0, size=SIZE, peers=peers)
+            assert np.array_equal(made.values("c", digest), made.expected("ab"))
+            await made.at["c"].stop()
+            await made.start("c")
+            assert made.at["c"].averages.held(0) == [(1, digest)]
+            assert np.array_equal(made.values("c", digest), made.expected("ab"))
+            made.at["c"].forget(0, 2)
+            assert made.at["c"].averages.held(0) == [] and not list((tmp_path / "c" / "averages").iterdir())
+            with pytest.raises(NetworkError, match="no cluster"):
+                await made.at["c"].fetch_result(0, 1, "f" * 64, start=0, size=SIZE, peers=peers)
+
+    run(play)
+
+
+def test_a_kept_average_that_the_disk_altered_is_not_used(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "a") as made:
+            digest = await made.all(made.record("a"))
+            (spool,) = (tmp_path / "a" / "averages").glob("*.spool")
+            content = bytearray(spool.read_bytes())
+            content[5000] ^= 1
+            spool.write_bytes(content)
+            with pytest.raises(Exception, match="does not match its hash"):
+                made.values("a", digest)
+
+    run(play)
+
+
+@asynccontextmanager
+async def asking(made: Islands, name: str) -> AsyncIterator[Callable[..., Awaitable[tuple[int, str]]]]:
+    """Requests of any kind with the certificate of a cluster."""
+    _, client = TestAuthority.load(made.folder, name)
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> tuple[int, str]:
+            url = f"https://{made.peers['a']}{path}"
+            async with session.request(
+                method, url, data=body or None, headers=headers, ssl=client, server_hostname="a"
+            ) as answer:
+                return answer.status, await answer.text(errors="replace")
+
+        yield ask
+
+
+def test_bad_requests_are_refused_with_a_sentence_and_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EARLY", 0.05)
+
+    async def play() -> None:
+        async with islands(tmp_path, "abc", "int8") as made:
+            record = made.record("ab")
+            joined = asyncio.create_task(made.join("a", record))  # type: ignore[arg-type]
+            while 0 not in made.at["a"]._running:
+                await asyncio.sleep(0.01)
+            chunk = next(c for p in record.parts if p.owner == "a" for c in range(p.first, p.stop))
+            other = next(c for p in record.parts if p.owner == "b" for c in range(p.first, p.stop))
+            good = bytes(made.contribution("b", made.task(record))(chunk))
+            nan = bytearray(good)
+            nan[32:34] = b"\xff\x7f"
+            digest = {"X-Isles-Blake3": module.chunk_digest(good).hex()}
+            sender = f"/v1/run/0/1/contributions/b/{ord('b'):08x}"
+            async with asking(made, "b") as ask, asking(made, "c") as foreign:
+                for status, method, path, body, headers in [
+                    (404, "PUT", sender.replace("run", "other") + f"/{chunk}", good, digest),
+                    (413, "PUT", f"{sender}/{chunk}", good[:-1], digest),
+                    (413, "PUT", f"{sender}/{chunk}", good + b"x", digest),
+                    (400, "PUT", f"{sender}/{chunk}", good[:-1] + b"x", digest),
+                    (400, "PUT", f"{sender}/{chunk}", bytes(nan), {"X-Isles-Blake3": module.chunk_digest(bytes(nan)).hex()}),
+                    (400, "PUT", f"{sender}/{chunk}", good, {}),
+                    (409, "PUT", f"{sender}/{other}", good, digest),
+                    (409, "PUT", f"/v1/run/0/1/contributions/b/deadbeef/{chunk}", good, digest),
+                    (403, "PUT", f"/v1/run/0/1/contributions/a/{ord('a'):08x}/{chunk}", good, digest),
+                    (425, "PUT", sender.replace("/0/1/", "/0/2/") + f"/{chunk}", good, digest),
+                    (410, "PUT", sender.replace("/0/1/", "/0/0/") + f"/{chunk}", good, digest),
+                    (404, "PUT", f"{sender}/{'9' * 30}", good, digest),
+                    (404, "GET", f"/v1/run/0/1/results/{'0' * 64}", b"", {}),
+                    (409, "GET", f"/v1/run/0/1/0/averages/{other}", b"", {}),
+                    (404, "GET", "/v1/run/0/1/../../../etc/passwd", b"", {}),
+                ]:
+                    said = await ask(method, path, body, headers)
+                    assert said[0] == status and said[1], (status, path, said)
+                assert (await foreign("PUT", f"{sender}/{chunk}", good, digest))[0] == 403
+                assert made.at["a"]._running[0].reduction.received("b", f"{ord('b'):08x}") == []
+                assert (await ask("PUT", f"{sender}/{chunk}", good, digest))[0] == 201
+                assert (await ask("PUT", f"{sender}/{chunk}", good, digest))[0] == 201  # the same once more changes nothing
+            digests = await asyncio.gather(joined, made.join("b", record))
+            assert len(set(digests)) == 1 and np.array_equal(made.values("a", digests[0]), made.expected("ab"))
+
+    run(play)
+
+
+def test_who_has_no_certificate_of_the_run_is_not_heard(tmp_path: Path) -> None:
+    async def play() -> None:
+        (tmp_path / "x").mkdir()
+        async with islands(tmp_path, "a") as made:
+            _, foreign = TestAuthority(tmp_path / "x").contexts("a")
+            foreign.load_verify_locations(tmp_path / "ca.pem")
+            plain = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+            async with aiohttp.ClientSession() as session:
+                for context in (foreign, plain):
+                    with pytest.raises((aiohttp.ClientError, OSError)):
+                        await session.get(f"https://{made.peers['a']}/v1/run/0/1/results/x", ssl=context, server_hostname="a")
+
+    run(play)
+
+
+def test_a_peer_that_is_somebody_else_is_not_believed(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "abc") as made:
+            made.peers["b"] = made.peers["c"]
+            joined = asyncio.create_task(made.join("a", made.record("ab")))  # type: ignore[arg-type]
+            while not made.at["a"].peers.health("b").said:
+                await asyncio.sleep(0.02)
+            assert "does not prove that it is b" in made.at["a"].peers.health("b").said
+            joined.cancel()
+            await asyncio.gather(joined, return_exceptions=True)
+
+    run(play)
+
+
+def test_a_port_in_use_is_a_sentence(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "a") as made:
+            port = int(str(made.peers["a"]).split(":")[1])
+            server, client = made.authority.contexts("b")
+            second = Exchange(
+                "b",
+                "run",
+                codec=made.codec,
+                table=TABLE,
+                folder=tmp_path / "b",
+                server_ssl=server,
+                client_ssl=client,
+                peer_name=peer_name,
+            )
+            with pytest.raises(NetworkError, match="another program listens there"):
+                await second.start("127.0.0.1", port)
+
+    run(play)
+
+
+def test_the_cap_on_what_is_sent_is_kept(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab") as made:
+            for name in "ab":
+                made.at[name].cap.rate = 400_000.0
+            began = asyncio.get_running_loop().time()
+            await made.all(made.record("ab"))
+            sent = sum(made.at["a"].counters.up.values())
+            assert asyncio.get_running_loop().time() - began >= 0.8 * (sent - (1 << 18)) / 400_000
+            assert sent == pytest.approx(made.codec.encoded_size(CHUNK) * -(-SIZE // CHUNK), rel=0.2)
+
+    run(play)
