@@ -92,7 +92,16 @@ class Claims:
             if low < high:
                 self.ledger.use(cluster, low, high)
 
-    def free(self, clusters: Iterable[str]) -> bool:
-        """Clusters are gone, or begin anew: what they held is claimed again. Returns whether that changed anything."""
-        freed = [self.ledger.leave(cluster) for cluster in clusters]
-        return any(freed)
+    def free(self, cluster: str, keep: Iterable[Range] = ()) -> bool:
+        """A cluster is gone, or begins anew: what it held is claimed again, but for what it has trained and is yet to be counted.
+        Returns whether that changed anything."""
+        kept = list(keep)
+        changed = False
+        for claim in self.ledger.held(cluster):
+            at = claim.start
+            for start, stop in [*sorted(kept), (claim.stop, claim.stop)]:
+                if at < min(start, claim.stop):
+                    self.ledger.release(cluster, at, min(start, claim.stop))
+                    changed = True
+                at = max(at, min(stop, claim.stop))
+        return changed

@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from isles.agent.journal import Journal
 from isles.agent.state import OuterState, chunk_bounds
 from isles.codec import Codec, rounding_seed
-from isles.errors import IslesError
+from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange, Task
 from isles.outer import contribution_weights
 from isles.protocol import (
@@ -40,6 +41,7 @@ from isles.protocol import (
     pack,
 )  # fmt: skip
 from isles.spec import OuterTable
+from isles.worker.link import Flight
 
 log = logging.getLogger("isles.agent")
 
@@ -57,33 +59,34 @@ class Records(Protocol):
 class Workers(Protocol):
     """The cluster's workers, as the driver needs them."""
 
-    async def release(self, fragment: int) -> None:
-        """Have the workers set their unsent progress apart; returns when they have, or when there are none."""
+    async def release(self, fragment: int) -> bool:
+        """Have the workers set their unsent progress apart; False when there are none that hold any."""
 
-    async def merge(self, fragment: int, number: int, *, contributed: bool) -> None:
+    async def merge(self, fragment: int, number: int, *, late: bool, landed: bool) -> None:
         """Tell the workers that round `number` is in the global parameters."""
 
 
 class FragmentDriver:
-    """Drives one fragment. `wake` is called whenever something changed; `committed` after every round that was applied."""
+    """Drives one fragment. `wake` is called whenever something changed; `committed` after every round that was applied. `lock` is held while
+    global parameters change."""
 
     def __init__(
-        self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, table: OuterTable, rules: Rules,
-        board: Board, store: Records, exchange: Exchange, workers: Workers, wake: Callable[[], None],
-        committed: Callable[[int, int, bool], Awaitable[None]], catch_up: Callable[[int], Awaitable[None]],
+        self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, table: OuterTable,
+        rules: Rules, board: Board, store: Records, exchange: Exchange, workers: Workers, journal: Journal, lock: asyncio.Lock,
+        wake: Callable[[], None], committed: Callable[[int, int], Awaitable[None]], catch_up: Callable[[int], Awaitable[None]],
     ) -> None:  # fmt: skip
         self.index, self.cluster, self.incarnation, self.run, self.seed = index, cluster, incarnation, run, seed
         self.state, self.codec, self.table, self.rules, self.board = state, codec, table, rules, board
-        self.store, self.exchange, self.workers = store, exchange, workers
+        self.store, self.exchange, self.workers, self.journal, self._lock = store, exchange, workers, journal, lock
         self._wake, self._committed, self._catch_up = wake, committed, catch_up
         self.start, self.stop = state.layout.fragments[index]
         self.prepared: ReadyRecord | None = None
+        self.own = False  # whether the workers that train now are those that handed `prepared` off
         self.attempt: Attempt | None = None
-        self.exposed = 0  # last round in whose exchange this process took part
-        self.held: set[tuple[int, str]] = set()
         self._exchanging: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._trained_since = time.monotonic()
+        self.exchange_seconds = 0.0  # of the last exchange
 
     @property
     def applied(self) -> int:
@@ -94,22 +97,39 @@ class FragmentDriver:
         if attempt is not None and attempt.digest is None:
             attempt = replace(attempt, blamed=self.exchange.blamed(self.index))
         fragment = self.state.fragments[self.index]
-        held = frozenset(self.held)
+        held = frozenset(self.exchange.averages.held(self.index))
         return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, self.prepared, attempt, held)
 
-    def handed_off(self, *, step: int, tokens: int, ranges: tuple[tuple[int, int], ...]) -> None:
-        """The workers have written their parameters of this fragment into the shared file."""
+    def handed_off(self, flight: Flight) -> None:
+        """The workers have written their parameters of this fragment into the shared file. Raises NonFiniteError when they are no numbers."""
         fragment = self.state.fragments[self.index]
         self.prepared = ReadyRecord(
-            fragment.applied + 1, self.incarnation, fragment.digest, tokens=tokens, step=step,
-            seconds=round(time.monotonic() - self._trained_since, 3), ranges=ranges,
+            fragment.applied + 1, self.incarnation, fragment.digest, tokens=flight.tokens, step=flight.step,
+            seconds=round(time.monotonic() - self._trained_since, 3), ranges=flight.ranges,
         )  # fmt: skip
+        self.own = True
         self._wake()
 
-    def forget_prepared(self) -> None:
-        """The workers began anew: what they had handed off is not theirs any more, unless it is being exchanged."""
-        if self.prepared is not None and self.prepared.round > self.exposed:
-            self.prepared = None
+    def workers_gone(self) -> None:
+        """The workers began anew: what is prepared is still good, but not theirs."""
+        self.own = False
+
+    def found(self, flight: Flight | None, merged: int, *, released: bool) -> tuple[bool, bool] | None:
+        """Workers were found that hold this (after the agent's restart, or theirs of the connection).
+
+        Returns the (late, landed) of a merge that they missed, or None. Raises NetworkError when they cannot be brought up to date."""
+        last = self.journal.last(self.index)
+        missed = self.applied - merged
+        if missed > 1 or missed < 0 or (missed == 1 and last is None):
+            raise NetworkError(f"the workers stand at round {merged} of fragment {self.index}, the cluster at {self.applied}")
+        landed = missed == 1 and last is not None and last.landed
+        if flight is not None and not landed and self.prepared is None:
+            self.handed_off(flight)
+        if missed == 0:
+            return None
+        if not released and not (landed and flight is not None):
+            raise NetworkError(f"the workers' progress in fragment {self.index} was not set apart before round {self.applied}")
+        return released, landed
 
     def act(self, now: float) -> None:
         """Carry out what is to be done now."""
@@ -176,7 +196,7 @@ class FragmentDriver:
 
     def _begin(self, record: RoundRecord) -> None:
         self._cease()
-        self.attempt, self.exposed = Attempt(record.number, record.attempt), record.number
+        self.attempt = Attempt(record.number, record.attempt)
         self._exchanging = asyncio.create_task(self._exchange(record), name=f"fragment {self.index}: exchange")
 
     def _cease(self) -> None:
@@ -199,14 +219,16 @@ class FragmentDriver:
             return self.state.encode(self.codec, self.index, first, stop, seed=own, out=out)
 
         log.info("fragment %d: round %d, attempt %d begins", self.index, record.number, record.attempt)
+        began = time.monotonic()
         try:
+            self.journal.exposed(self.index, record.number, self.incarnation)
             digest = await self.exchange.exchange(task, contribution)
         except IslesError as error:
             log.warning("fragment %d: round %d: %s", self.index, record.number, error)
             return
         if self.attempt is not None and (self.attempt.round, self.attempt.attempt) == (record.number, record.attempt):
             self.attempt = replace(self.attempt, digest=digest, blamed=())
-            self.held.add((record.number, digest))
+            self.exchange_seconds = time.monotonic() - began
             self._wake()
 
     async def _fetch(self, number: int, digest: str) -> None:
@@ -222,7 +244,6 @@ class FragmentDriver:
         await self.exchange.fetch_result(
             self.index, number, digest, start=self.start, size=self.stop - self.start, peers=peers, weights=tuple(weights)
         )
-        self.held.add((number, digest))
 
     def _has(self, rounds: tuple[int, ...], number: int, name: str, record: RoundRecord) -> bool:
         applied = rounds[self.index] if self.index < len(rounds) else 0
@@ -231,23 +252,32 @@ class FragmentDriver:
     # --- the outer step
 
     async def _apply(self, number: int, digest: str, contributed: bool) -> None:
-        late = not contributed
-        if late:
-            await self.workers.release(self.index)
+        landed = contributed or self._landed_before(number)
+        late = not (landed and self.own)
         result = self.exchange.result(self.index, number, digest)
-        shift = late and self.prepared is not None
-        await asyncio.to_thread(self.state.apply, self.index, number, result, shift=shift)
-        fragment = self.state.fragments[self.index]
-        if contributed:
-            self.prepared = None
-        self.prepared = after_applying(self.prepared, number, fragment.digest)
-        if self.attempt is not None and self.attempt.round <= number:
-            self._cease()
-        self._trained_since = time.monotonic()
-        await self.workers.merge(self.index, number, contributed=contributed)
-        await self._committed(self.index, number, contributed)
-        self.held = {key for key in self.held if key[0] > number - 2}
-        log.info("fragment %d: round %d applied%s", self.index, number, "" if contributed else " (without us)")
+        async with self._lock:
+            told = await self.workers.release(self.index) if late else True
+            await asyncio.to_thread(
+                self.state.apply, self.index, number, result, shift=not landed and self.prepared is not None
+            )
+            self.journal.applied(self.index, number, digest, landed=landed)
+            self.prepared = None if landed else after_applying(self.prepared, number, self.state.fragments[self.index].digest)
+            if self.attempt is not None and self.attempt.round <= number:
+                self._cease()
+            self._trained_since = time.monotonic()
+            if told:
+                await self.workers.merge(self.index, number, late=late, landed=landed)
+        log.info("fragment %d: round %d applied%s", self.index, number, "" if landed else ", without a contribution of ours")
+        await self._committed(self.index, number)
+
+    def _landed_before(self, number: int) -> bool:
+        """Whether what an earlier process of this cluster had shown to the others is in a round."""
+        row = self.journal.fragments[self.index]
+        if row.exposed != number or self.index not in self.board.rounds:
+            return False
+        record = self.board.rounds[self.index].record
+        members = record.participants if record.number == number else record.before
+        return any(p.cluster == self.cluster and p.incarnation == row.incarnation for p in members)
 
     async def close(self) -> None:
         """Stop everything that is under way."""

@@ -29,7 +29,7 @@ from isles.identity import BUCKET, Nkey, StoreUser
 
 log = logging.getLogger("isles.store")
 
-DEADLINE = 5.0  # seconds for an operation
+DEADLINE = 3.0  # seconds for an operation
 REREAD = 15.0  # seconds between two readings of everything
 MAX_VALUE = 1 << 20
 CONFLICTS = (10071, 10164)  # JetStream: another write of this key was first
