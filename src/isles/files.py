@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Write a file in one move: whoever reads it sees the old one or the new one, whole, after a loss of power too.
 
-    mode: permissions of a new file, less the umask. Raises OSError; the old file is then as it was."""
+    mode: permissions of a new file, less the umask. durable: whether it must outlive a loss of power. Raises OSError; the old file is then as it was."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.unlink(missing_ok=True)
@@ -17,7 +17,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

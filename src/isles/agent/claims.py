@@ -18,7 +18,7 @@ from isles.data import Ledger
 from isles.errors import DataError
 from isles.protocol import RoundRecord
 
-AHEAD = 2  # claims that a cluster may hold beyond the one it trains: a slow one does not pile them up
+AHEAD = 4  # claims that a cluster may hold that no committed round has counted: a slow one does not pile them up
 
 Range = tuple[int, int]
 
@@ -92,12 +92,14 @@ class Claims:
             if low < high:
                 self.ledger.use(cluster, low, high)
 
-    def free(self, cluster: str, keep: Iterable[Range] = ()) -> bool:
-        """A cluster is gone, or begins anew: what it held is claimed again, but for what it has trained and is yet to be counted.
-        Returns whether that changed anything."""
+    def free(self, cluster: str, keep: Iterable[Range] = (), upto: int | None = None) -> bool:
+        """A cluster is gone, or begins anew: what it held is claimed again, but for what it has trained and is yet to be counted (keep), and
+        claims after number `upto`, which nobody has begun. Returns whether that changed anything."""
         kept = list(keep)
         changed = False
         for claim in self.ledger.held(cluster):
+            if upto is not None and claim.round > upto:
+                continue
             at = claim.start
             for start, stop in [*sorted(kept), (claim.stop, claim.stop)]:
                 if at < min(start, claim.stop):

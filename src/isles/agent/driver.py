@@ -49,7 +49,8 @@ log = logging.getLogger("isles.agent")
 class Records(Protocol):
     """The store, as the driver needs it."""
 
-    connected: bool
+    @property
+    def connected(self) -> bool: ...
 
     async def create(self, key: str, value: bytes) -> int | None: ...
     async def update(self, key: str, value: bytes, revision: int) -> int | None: ...

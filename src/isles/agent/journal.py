@@ -43,6 +43,7 @@ class Journal:
     def __init__(self, path: Path, fragments: int) -> None:
         self.path = path
         self.fragments = [FragmentJournal() for _ in range(fragments)]
+        self.taken = 0  # claims of samples that workers were given
         try:
             self._load(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -55,6 +56,7 @@ class Journal:
     def _load(self, record: Any) -> None:
         if len(record["fragments"]) != len(self.fragments):
             raise ValueError("it is of a run with another number of fragments")
+        self.taken = int(record["taken"])
         for fragment, row in zip(self.fragments, record["fragments"], strict=True):
             fragment.applied = [Applied(int(n), str(d), bool(landed)) for n, d, landed in row["applied"]]
             fragment.exposed, fragment.incarnation = int(row["exposed"]), str(row["incarnation"])
@@ -66,7 +68,7 @@ class Journal:
             for f in self.fragments
         ]
         try:
-            write_whole(self.path, json.dumps({"fragments": rows}).encode(), mode=0o600)
+            write_whole(self.path, json.dumps({"taken": self.taken, "fragments": rows}).encode(), mode=0o600)
         except OSError as error:
             raise DiskError(
                 f"{self.path} cannot be written ({error.strerror}); free some space, the run goes on then"
@@ -83,6 +85,11 @@ class Journal:
         if (row.exposed, row.incarnation) != (number, incarnation):
             row.exposed, row.incarnation = number, incarnation
             self.save()
+
+    def claimed(self, number: int) -> None:
+        """Claim `number` goes to the workers. Raises DiskError."""
+        self.taken = number
+        self.save()
 
     def since(self, fragment: int, number: int) -> list[Applied]:
         """The rounds after `number`, in order. Raises CheckpointError when some are missing."""

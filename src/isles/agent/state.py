@@ -80,7 +80,7 @@ class OuterState:
             self.optimizer.step_range(at, at + chunk.size, chunk)
             if old is not None:
                 self.sent[where] += self.globals[where] - old
-            hasher.update(self.globals[where].data)
+            hasher.update(self.globals[where].view(np.uint8).data)
             at += chunk.size
         if at != stop:
             raise ValueError(f"the average of fragment {fragment} has {at - start} values instead of {stop - start}")
@@ -115,7 +115,7 @@ def digest(values: Floats) -> str:
     """blake3 of an fp32 vector's bytes."""
     hasher = blake3()
     for first in range(0, values.size, CHUNK_VALUES):
-        hasher.update(values[first : first + CHUNK_VALUES].data)
+        hasher.update(values[first : first + CHUNK_VALUES].view(np.uint8).data)
     return hasher.hexdigest()
 
 

@@ -1,0 +1,445 @@
+"""The agent: a cluster's one process that talks to the internet and owns the outer state.
+
+It keeps five things going: what the store shows (`_follow`), that the cluster lives (`_beat`), the rounds of every fragment (`_drive`, by the
+drivers), the samples (`_claims`), and the workers. None decides anything about rounds; that is the protocol's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any
+
+from isles.agent.claims import Claims
+from isles.agent.driver import FragmentDriver
+from isles.agent.folder import ClusterFolder, ClusterSettings
+from isles.agent.restore import Restored
+from isles.agent.supervisor import Supervisor
+from isles.agent.workers import WorkerLink
+from isles.errors import IslesError, NetworkError
+from isles.exchange import Exchange
+from isles.files import write_whole
+from isles.identity import Invite, client_context, peer_name, server_context
+from isles.protocol import BEAT, Board, MemberRecord, Rules, State, pack
+from isles.store import Store
+from isles.worker.link import Claim, HandedOff, Hello, Merge, Need, Start, Stepped, Stop, Stopped
+
+log = logging.getLogger("isles.agent")
+
+TICK = 0.25  # seconds between looks at what only time changes
+FREE_AFTER = 120.0  # seconds without a sign of life after which a cluster's samples are given to others
+LINGER = 30.0  # seconds that a finished cluster stays for those that are still fetching
+GRACE = 10.0  # seconds that workers have to save, of the 30 that a container gives
+
+
+class Agent:
+    """One cluster's agent. `run` returns when the run is over for this cluster, or `leave` was called."""
+
+    def __init__(self, folder: ClusterFolder, settings: ClusterSettings, invite: Invite, restored: Restored) -> None:
+        self.folder, self.settings, self.invite, self.restored = folder, settings, invite, restored
+        self.spec, self.state, self.journal = settings.spec, restored.state, restored.journal
+        self.incarnation = secrets.token_hex(8)
+        self.board, self.member = Board(), State.JOINING
+        self.rules = Rules(
+            tuple(stop - start for start, stop in restored.layout.fragments), start=settings.start,
+            quorum=self.spec.clusters.quorum, grace=self._grace(),
+        )  # fmt: skip
+        self.exchange = Exchange(
+            invite.cluster, invite.run, codec=restored.codec, table=self.spec.outer, folder=folder.exchange,
+            server_ssl=server_context(invite.authority, invite.certified), client_ssl=client_context(invite.authority, invite.certified),
+            peer_name=peer_name, max_upload=settings.max_upload,
+        )  # fmt: skip
+        command = [sys.executable, "-m", "isles.worker", str(folder.path)]
+        self.supervisor = Supervisor(
+            command,
+            settings.ranks,
+            record=folder.path / "workers.json",
+            log_file=folder.worker_log,
+            started=self._workers_started,
+        )
+        self.link = WorkerLink(folder.path, alive=lambda: bool(self.supervisor.pids))
+        self.link.on_hello, self.link.on_stepped = self._on_hello, self._on_stepped
+        self.link.on_handed_off, self.link.on_need, self.link.on_stopped = self._on_handed_off, self._on_need, self._on_stopped
+        self._store: Store | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self.drivers: list[FragmentDriver] = []
+        self._woken, self._over = asyncio.Event(), asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._needs: asyncio.Queue[Need] = asyncio.Queue()
+        self._address, self._beats = "", 0
+        self.status: dict[str, Any] = {
+            "cluster": invite.cluster,
+            "step": restored.step,
+            "state": "joining",
+            "tokens": 0,
+            "stalled": 0.0,
+        }
+        self.finished = False
+        self._leaving = False
+        self._checkpointed = restored.step
+        self._metrics = folder.metrics.open("ab", buffering=0)
+
+    def _grace(self) -> float:
+        """The grace window as a share of a round's training: what the spec says, and the slack that overlap leaves."""
+        return (self.spec.clusters.grace + self.spec.streaming.overlap) / self.spec.train.local_steps
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            raise NetworkError("the store is not connected yet")
+        return self._store
+
+    # --- life
+
+    async def run(self) -> None:
+        """Take part until the run is over for this cluster. Raises IslesError when it cannot."""
+        port = await self.exchange.start(self.settings.host, self.settings.port)
+        self._address = self.settings.advertise or f"{self.settings.host}:{port}"
+        await self.link.start()
+        try:
+            await self._connect()
+            self._make_drivers()
+            async with asyncio.TaskGroup() as self._group:
+                group = self._group
+                tasks = [group.create_task(work) for work in (self._follow(), self._beat(), self._drive(), self._serve_needs())]
+                tasks.append(group.create_task(self._keep_workers()))
+                await self._over.wait()
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await self._close()
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside the rest; if it fails, so does the agent."""
+        if self._group is not None:
+            self._group.create_task(work)
+        else:  # told to leave before it had begun
+            work.close()
+            self._over.set()
+
+    async def _connect(self) -> None:
+        """Connect to the store; it may come up later than the cluster."""
+        said = ""
+        context = client_context(self.invite.authority, self.invite.certified)
+        while True:
+            try:
+                self._store = await Store.connect(self.invite.store, self.invite.user, context)
+                break
+            except NetworkError as error:
+                if "does not let" in str(error) or "certificate" in str(error):
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s; trying again", error)
+                await asyncio.sleep(1.0)
+        self._store.on_state = self._on_store
+
+    def _on_store(self, connected: bool) -> None:
+        if connected:
+            self.board.connected(time.monotonic())
+            log.info("the store is back")
+        else:
+            self.board.disconnected(time.monotonic())
+            log.warning("the store cannot be reached; training goes on, rounds wait")
+        self._woken.set()
+
+    def _make_drivers(self) -> None:
+        self.drivers = [
+            FragmentDriver(
+                index, cluster=self.invite.cluster, incarnation=self.incarnation, run=self.invite.run, seed=self.spec.run.seed,
+                state=self.state, codec=self.restored.codec, table=self.spec.outer, rules=self.rules, board=self.board,
+                store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self._lock,
+                wake=self._woken.set, committed=self._committed, catch_up=self._catch_up,
+            )
+            for index in range(len(self.state.fragments))
+        ]  # fmt: skip
+
+    async def _close(self) -> None:
+        for driver in self.drivers:
+            await driver.close()
+        await self.link.stop()
+        await self.exchange.stop()
+        if self._store is not None:
+            await self._store.close()
+        self._metrics.close()
+
+    def leave(self) -> None:
+        """Take leave: workers save and end, an exchange under way is finished, the others are told."""
+        if not self._leaving:
+            self._leaving = True
+            self.member = State.LEAVING
+            self._background(self._take_leave())
+
+    async def _take_leave(self) -> None:
+        log.info("leaving")
+        await self._refresh()
+        self.link.send(Stop("the cluster leaves the run"))
+        await self.supervisor.stop(GRACE)
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline and any(d.attempt is not None for d in self.drivers):
+            await asyncio.sleep(0.05)
+        async with self._lock:
+            await self._checkpoint()
+        await self._refresh()
+        self._over.set()
+
+    async def _finish(self) -> None:
+        """The workers have done the run's last step: stay while others may need something of us."""
+        async with self._lock:
+            await self._checkpoint()
+        self.finished, self.member = True, State.LEAVING
+        deadline = time.monotonic() + LINGER
+        await self._refresh()
+        while time.monotonic() < deadline and not self._all_have_all():
+            await asyncio.sleep(TICK)
+        self._over.set()
+
+    def _all_have_all(self) -> bool:
+        mine = tuple(f.applied for f in self.state.fragments)
+        view = self.board.view(0, time.monotonic())
+        others = [m.record for n, m in self.board.members.items() if n != self.invite.cluster and view.alive(n)]
+        return all(len(m.rounds) == len(mine) and all(a >= b for a, b in zip(m.rounds, mine, strict=True)) for m in others)
+
+    # --- what the store shows
+
+    async def _follow(self) -> None:
+        async for entry in self.store.watch():
+            try:
+                news = self.board.put(entry.key, entry.value, entry.revision, time.monotonic())
+            except IslesError as error:
+                log.warning("%s: %s", entry.key, error)
+                continue
+            if news:
+                self._woken.set()
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                await self._refresh()
+            except NetworkError as error:
+                log.debug("%s", error)
+            self._write_status()
+            await asyncio.sleep(BEAT)
+
+    async def _refresh(self) -> None:
+        """Say how the cluster stands."""
+        self._beats += 1
+        if self.member is State.JOINING and self._in_step():
+            self.member = State.ACTIVE
+            self._woken.set()
+        address = None if self.settings.outbound_only else self._address
+        record = MemberRecord(
+            self.invite.cluster, self.incarnation, self.member, address, beat=self._beats, step=int(self.status["step"]),
+            rounds=tuple(f.applied for f in self.state.fragments),
+        )  # fmt: skip
+        with contextlib.suppress(NetworkError):
+            await self.store.put(f"members.{self.invite.cluster}", pack(record))
+
+    def _in_step(self) -> bool:
+        """Whether the cluster holds the state of every open round, as far as the store has been read."""
+        seen = [self.board.rounds.get(index) for index in range(len(self.state.fragments))]
+        if all(s is None for s in seen):
+            return self._beats > 1  # nobody has begun: the first to come begin
+        return all(s is not None and s.record.open == f.applied + 1 for s, f in zip(seen, self.state.fragments, strict=True))
+
+    # --- rounds
+
+    async def _drive(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), TICK)
+            self._woken.clear()
+            now = time.monotonic()
+            if self.member is State.ACTIVE or self.board.rounds:
+                for driver in self.drivers:
+                    driver.act(now)
+            self._maybe_start()
+
+    async def _committed(self, index: int, number: int) -> None:
+        """A round was applied: count its samples, save now and then, forget what nobody needs."""
+        seen = self.board.rounds.get(index)
+        if index == 0 and seen is not None:
+            await self._change_claims(lambda claims: claims.count(seen.record))
+        every = self.spec.checkpoint.every
+        step = int(self.status["step"])
+        rounds = len(self.journal.fragments[index].applied)
+        if (every and step - self._checkpointed >= every) or rounds > 8:
+            async with self._lock:
+                await self._checkpoint()
+        log.debug("fragment %d: round %d is done", index, number)
+
+    async def _checkpoint(self) -> None:
+        """Save the outer state; the lock must be held. Old averages go with the oldest checkpoint's rounds."""
+        applied = [f.applied for f in self.state.fragments]
+        step = max(int(self.status["step"]), self._checkpointed)
+        tensors = {"global": self.state.tensors()}
+        if self.state.residual is not None:
+            import torch
+
+            tensors["residual"] = {"residual": torch.from_numpy(self.state.residual)}
+        state = {"applied": applied, "digests": [f.digest for f in self.state.fragments]}
+        await asyncio.to_thread(self.restored.checkpoints.save, step, state, tensors)
+        self._checkpointed = step
+        self.journal.trim(applied)
+        for index, number in enumerate(applied):
+            self.exchange.forget(index, number - 1)
+
+    async def _catch_up(self, index: int) -> None:
+        from isles.agent.catchup import catch_up
+
+        if self.member is State.ACTIVE:
+            self.member = State.JOINING
+        await catch_up(self, index)
+
+    # --- samples
+
+    async def _change_claims(self, change: Any) -> Claims:
+        """Change the shared record by compare-and-set until it shows the change. Raises NetworkError."""
+        while True:
+            entry = await self.store.get("ledger")
+            claims = Claims.parse(entry.value) if entry else Claims.empty(len(self.restored.dataset))
+            if not change(claims):
+                return claims
+            data = claims.pack()
+            done = await (self.store.update("ledger", data, entry.revision) if entry else self.store.create("ledger", data))
+            if done is not None:
+                return claims
+
+    async def _serve_needs(self) -> None:
+        """Claim samples for the workers, one claim after the other."""
+        while True:
+            need = await self._needs.get()
+            while need.number == self.journal.taken + 1:
+                try:
+                    await self._give(need)
+                    break
+                except NetworkError as error:
+                    log.warning("%s", error)
+                    await asyncio.sleep(0.5)
+
+    async def _give(self, need: Need) -> None:
+        me, now = self.invite.cluster, time.monotonic()
+        view = self.board.view(0, now)
+        active = [n for n, m in self.board.members.items() if m.record.state is State.ACTIVE and view.alive(n)]
+        gone = [n for n, m in self.board.members.items() if n != me and now - m.since > FREE_AFTER]
+
+        def change(claims: Claims) -> bool:
+            freed = [claims.free(name) for name in gone]
+            return claims.give(me, need.number, dict.fromkeys([*active, me], need.count)) or any(freed)
+
+        claims = await self._change_claims(change)
+        self.journal.claimed(need.number)
+        self.link.claim(Claim(need.number, claims.ranges(me, need.number - 1)))
+
+    # --- workers
+
+    def _workers_started(self) -> None:
+        self.link.gone()
+        for driver in self.drivers:
+            driver.workers_gone()
+
+    async def _keep_workers(self) -> None:
+        await self.supervisor.run()
+        if not self._leaving:
+            await self._finish()
+
+    def _on_hello(self, hello: Hello) -> None:
+        if hello.layout != self.restored.layout.digest():
+            raise NetworkError("the workers train another model than the run's; start them with the run's spec")
+        if hello.fresh:
+            for driver in self.drivers:
+                driver.workers_gone()
+            self._maybe_start()
+            return
+        for index, driver in enumerate(self.drivers):
+            missed = driver.found(hello.flights.get(index), hello.merged[index], released=index in hello.released)
+            if missed is not None:
+                late, landed = missed
+                self.link.send(Merge(index, driver.applied, late, landed))
+        self._woken.set()
+
+    def _maybe_start(self) -> None:
+        """Let fresh workers begin, once the cluster is in step and the run has begun."""
+        hello = self.link.hello
+        if hello is None or not hello.fresh or self.link.holding or not self.link.connected or self.member is not State.ACTIVE:
+            return
+        if self._lock.locked() or not self._begun():
+            return
+        self.link.holding = True  # from now on rounds wait for what they hold
+        self._background(self._start_workers(hello))
+
+    def _begun(self) -> bool:
+        if len(self.board.rounds) < len(self.state.fragments):
+            return False
+        if any(seen.record.open > 1 for seen in self.board.rounds.values()):
+            return True
+        view = self.board.view(0, time.monotonic())
+        return (
+            sum(m.record.state is State.ACTIVE and view.alive(n) for n, m in self.board.members.items()) >= self.settings.start
+        )
+
+    async def _start_workers(self, hello: Hello) -> None:
+        """Give back what an earlier process had claimed and not trained, and begin."""
+        prepared = self.drivers[0].prepared
+        keep = prepared.ranges if prepared is not None else ()
+        async with self._lock:
+            try:
+                await self._change_claims(lambda c: c.free(self.invite.cluster, keep, self.journal.taken))
+            except NetworkError as error:
+                log.warning("%s", error)
+                self.link.holding = False
+                return
+            rounds = tuple(f.applied for f in self.state.fragments)
+            busy = tuple(d.index for d in self.drivers if d.prepared is not None)
+            resume = hello.saved == rounds and not busy
+            step = max([seen.record.step for seen in self.board.rounds.values()], default=0)
+            self.link.begin(
+                Start(
+                    step, resume, self.spec.clusters.join_warmup_steps if any(rounds) else 0, rounds, busy, self.journal.taken
+                )
+            )
+        log.info("workers begin at step %d%s", step, " where they had stopped" if resume else "")
+
+    def _on_stepped(self, message: Stepped) -> None:
+        total = int(self.status["tokens"]) + message.tokens
+        self.status |= {
+            "step": message.step,
+            "loss": message.loss,
+            "lr": message.lr,
+            "tokens": total,
+            "grad_norm": message.grad_norm,
+        }
+        self.status["seconds_per_step"] = message.seconds
+        self.status["stalled"] = round(float(self.status["stalled"]) + message.stalled, 4)
+        with contextlib.suppress(OSError):
+            row = asdict(message) | {"time": round(time.time(), 3), "rounds": [f.applied for f in self.state.fragments]}
+            self._metrics.write(json.dumps(row).encode() + b"\n")
+
+    def _on_handed_off(self, message: HandedOff) -> None:
+        self.drivers[message.fragment].handed_off(message.flight)
+
+    def _on_need(self, message: Need) -> None:
+        self._needs.put_nowait(message)
+
+    def _on_stopped(self, message: Stopped) -> None:
+        log.info("workers stopped at step %d%s", message.step, ", the run's last" if message.finished else "")
+
+    def _write_status(self) -> None:
+        counters = self.exchange.counters.as_dict()
+        self.status |= {
+            "state": "finished" if self.finished else str(self.member), "rounds": [f.applied for f in self.state.fragments],
+            "digests": [f.digest for f in self.state.fragments], "connected": self.store.connected, "time": time.time(),
+            "exchange_seconds": [round(d.exchange_seconds, 3) for d in self.drivers], "address": self._address,
+            "bytes_up": sum(counters["up"].values()), "bytes_down": sum(counters["down"].values()), "workers": self.supervisor.pids,
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            write_whole(self.folder.status, json.dumps(self.status).encode(), durable=False)

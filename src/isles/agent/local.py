@@ -1,0 +1,126 @@
+"""A whole run on one machine, with everything that a run between continents has: a store, and an agent and its workers per cluster.
+
+    DIR/authority.json, DIR/store/            the run's authority and its one-member store
+    DIR/clusters/cluster-0000/ ...            a folder for each cluster
+
+Started again in the same folder, the run goes on from what is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from isles.agent.folder import ClusterFolder, ClusterSettings
+from isles.errors import NetworkError
+from isles.identity import Authority, Invite, client_context
+from isles.simulator.folder import spec_digest
+from isles.spec import Spec
+from isles.store import Store, StorePapers, StoreServer
+
+log = logging.getLogger("isles.agent")
+
+
+class LocalRun:
+    """The processes of a run on this machine."""
+
+    def __init__(
+        self, folder: Path, spec: Spec, base: Path, *, ranks: Sequence[int] = (), outbound_only: Sequence[int] = ()
+    ) -> None:
+        self.folder, self.spec, self.base = folder, spec, base.resolve()
+        self.count = spec.clusters.count
+        self._ranks, self._outbound_only = list(ranks) or [1] * self.count, set(outbound_only)
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self.server: StoreServer | None = None
+        self.authority = self._authority()
+
+    def _authority(self) -> Authority:
+        path = self.folder / "authority.json"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            return Authority.load(path)
+        made = Authority.create()
+        made.save(path)
+        return made
+
+    def cluster(self, number: int) -> ClusterFolder:
+        return ClusterFolder(self.folder / "clusters" / f"cluster-{number:04d}")
+
+    async def start(self, clusters: Sequence[int] | None = None) -> None:
+        """Start the store and the agents. Raises NetworkError, UsageError."""
+        await self.start_store()
+        for number in range(self.count) if clusters is None else clusters:
+            self.start_agent(number)
+
+    async def start_store(self) -> None:
+        papers = StorePapers.issue(self.authority, "store", ["127.0.0.1", "localhost"])
+        self.server = StoreServer(self.folder / "store", papers)
+        await self.server.start()
+        context = client_context(self.authority.certified.certificate, self.authority.certify("organiser"))
+        organiser = await Store.connect([self.server.url], self.authority.admit_organiser(), context)
+        await organiser.create_bucket()
+        await organiser.create("spec", self.spec.model_dump_json(exclude_none=True).encode())
+        await organiser.close()
+
+    def start_agent(self, number: int) -> None:
+        """Start one cluster's agent, which starts its workers."""
+        folder, name = self.cluster(number), f"cluster-{number:04d}"
+        if self.server is None:
+            raise NetworkError("the store is not running")
+        folder.write_settings(
+            ClusterSettings(
+                run=self.authority.run, cluster=name, spec=self.spec, base=str(self.base), ranks=self._ranks[number],
+                outbound_only=number in self._outbound_only, start=self.count,
+            )
+        )  # fmt: skip
+        if not folder.invite.exists():
+            Invite.issue(self.authority, name, (self.server.url,), spec_digest(self.spec)).save(folder.invite)
+        with folder.log.open("ab") as output:
+            self.agents[number] = subprocess.Popen(
+                [sys.executable, "-m", "isles.agent", str(folder.path)], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    async def wait(self, clusters: Sequence[int] | None = None) -> dict[int, int]:
+        """Wait until the agents have ended: their exit codes."""
+        numbers = list(self.agents if clusters is None else clusters)
+        while any(self.agents[n].poll() is None for n in numbers):
+            await asyncio.sleep(0.05)
+        return {n: int(self.agents[n].returncode) for n in numbers}
+
+    async def stop(self, grace: float = 25.0) -> None:
+        """Have every cluster leave in order, then end the store; whoever does not end within `grace` seconds is made to."""
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), grace)
+        self.kill()
+        if self.server is not None:
+            await self.server.stop()
+
+    def kill(self) -> None:
+        """End whatever is left of the clusters' processes."""
+        for number, agent in self.agents.items():
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+            for pid in self.cluster(number).read_status().get("workers", []):
+                if _is_worker(pid, self.cluster(number).path):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def _is_worker(pid: int, folder: Path) -> bool:
+    """Whether a process number still means the worker that it did."""
+    try:
+        return str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

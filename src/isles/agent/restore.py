@@ -1,0 +1,91 @@
+"""From a cluster's disk to its outer state: the model's beginning, or the newest checkpoint and the rounds since."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from isles.agent.folder import ClusterFolder, ClusterSettings
+from isles.agent.journal import Journal
+from isles.agent.state import OuterState
+from isles.codec import Codec, get_codec
+from isles.data import Dataset, open_or_prepare
+from isles.errors import CheckpointError, SpecError
+from isles.exchange.spool import Averages
+from isles.model import FlatParameters, Layout, build_model
+from isles.simulator.folder import run_digest
+from isles.spec import Spec
+from isles.worker.checkpoint import CheckpointStore
+from isles.worker.memory import SharedParameters
+
+log = logging.getLogger("isles.agent")
+
+
+@dataclass
+class Restored:
+    """A cluster's state as its disk has it. step: of the run, at the last checkpoint."""
+
+    dataset: Dataset
+    layout: Layout
+    codec: Codec
+    state: OuterState
+    journal: Journal
+    checkpoints: CheckpointStore
+    step: int = 0
+
+
+def check_spec(spec: Spec) -> None:
+    """What works in the simulator and not yet between machines. Raises SpecError."""
+    if spec.streaming.merge == "eager":
+        raise SpecError("streaming.merge 'eager' works in `isles simulate` only; use keep or mix between real clusters")
+    if spec.outer.merge == "radial":
+        raise SpecError("outer.merge 'radial' works in `isles simulate` only; use mean between real clusters")
+    if spec.streaming.overlap >= min([spec.train.local_steps, *(h for _, h in spec.train.local_steps_schedule)]):
+        raise SpecError("streaming.overlap must be shorter than a round between real clusters")
+
+
+def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
+    """Bring the outer state up from the disk. Raises SpecError, DataError, ModelError, DiskError, CheckpointError."""
+    spec, base = settings.spec, Path(settings.base)
+    check_spec(spec)
+    dataset = open_or_prepare(spec.data, base)
+    model = build_model(
+        spec.model, vocab_size=dataset.vocab_size, sequence_length=spec.data.sequence_length, seed=spec.run.seed, base=base
+    )
+    layout = Layout.of(model, spec.streaming.fragments, spec.streaming.order)
+    codec = get_codec(spec.codec)
+    shared = SharedParameters(folder.shared, layout.total, create=True)
+    residual = np.zeros(layout.total, np.float32) if codec.needs_residual else None
+    state = OuterState(layout, spec.outer, shared.globals, shared.sent, residual)
+    digest = run_digest(spec, "none", dataset.digest, layout)
+    checkpoints = CheckpointStore(folder.checkpoints, run_digest=digest, keep=spec.checkpoint.keep)
+    journal = Journal(folder.journal, len(layout.fragments))
+    made = Restored(dataset, layout, codec, state, journal, checkpoints)
+    if checkpoints.steps():
+        saved = checkpoints.load()
+        state.load(saved.tensors["global"], [int(n) for n in saved.state["applied"]])
+        if residual is not None and "residual" in saved.tensors:
+            np.copyto(residual, saved.tensors["residual"]["residual"].numpy())
+        made.step = saved.step
+    else:
+        state.begin(FlatParameters(model, layout).values.detach().numpy())
+    replay(state, journal, Averages(folder.exchange / "averages"))
+    return made
+
+
+def replay(state: OuterState, journal: Journal, averages: Averages) -> None:
+    """Apply again what the journal names beyond the checkpoint, as far as its averages are on disk."""
+    for index, fragment in enumerate(state.fragments):
+        try:
+            for row in journal.since(index, fragment.applied):
+                average = averages.get(index, row.number, row.digest)
+                if average is None:
+                    raise CheckpointError(f"the average of round {row.number} of fragment {index} is not on this disk")
+                state.apply(index, row.number, average, shift=False)
+        except CheckpointError as error:
+            log.warning("%s; the others will be asked", error)
+        rows = journal.fragments[index]
+        rows.applied = [a for a in rows.applied if a.number <= fragment.applied]
