@@ -338,7 +338,7 @@ class Agent:
 
         claims = await self._change_claims(change)
         self.journal.claimed(need.number)
-        self.link.claim(Claim(need.number, claims.ranges(me, need.number - 1)))
+        self.link.claim(Claim(need.number, claims.ranges(me, need.number)))
 
     # --- workers
 

@@ -54,9 +54,9 @@ class Claims:
             raise DataError("the run's record of claimed samples is damaged; restart the run from a checkpoint")
         return cls(ledger, dict(given), counted)
 
-    def ranges(self, cluster: str, beyond: int) -> tuple[Range, ...]:
-        """What a cluster was given after its claim number `beyond`, in stream order."""
-        return tuple((c.start, c.stop) for c in self.ledger.held(cluster) if c.round > beyond)
+    def ranges(self, cluster: str, number: int) -> tuple[Range, ...]:
+        """What is in a cluster's claim of that number, in stream order."""
+        return tuple((c.start, c.stop) for c in self.ledger.held(cluster) if c.round == number)
 
     def give(self, cluster: str, number: int, counts: Mapping[str, int]) -> bool:
         """Make claim `number` of a cluster, and with it that of everybody who has not been given so many. counts: positions in a claim of
