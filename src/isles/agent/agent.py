@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
+from isles.agent.catchup import catch_up, offer_of, rounds_of
 from isles.agent.claims import Claims
 from isles.agent.driver import FragmentDriver
 from isles.agent.folder import ClusterFolder, ClusterSettings
@@ -25,6 +26,7 @@ from isles.agent.supervisor import Supervisor
 from isles.agent.workers import WorkerLink
 from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange
+from isles.exchange.state import StateServer
 from isles.files import write_whole
 from isles.identity import Invite, client_context, peer_name, server_context
 from isles.protocol import BEAT, Board, MemberRecord, Rules, State, pack
@@ -56,6 +58,7 @@ class Agent:
             server_ssl=server_context(invite.authority, invite.certified), client_ssl=client_context(invite.authority, invite.certified),
             peer_name=peer_name, max_upload=settings.max_upload,
         )  # fmt: skip
+        StateServer(self.exchange.server, lambda fragment: rounds_of(self, fragment), lambda: offer_of(self))
         command = [sys.executable, "-m", "isles.worker", str(folder.path)]
         self.supervisor = Supervisor(
             command,
@@ -71,7 +74,7 @@ class Agent:
         self._group: asyncio.TaskGroup | None = None
         self.drivers: list[FragmentDriver] = []
         self._woken, self._over = asyncio.Event(), asyncio.Event()
-        self._lock = asyncio.Lock()
+        self.lock, self._catching = asyncio.Lock(), asyncio.Lock()
         self._needs: asyncio.Queue[Need] = asyncio.Queue()
         self._address, self._beats = "", 0
         self.status: dict[str, Any] = {
@@ -84,6 +87,7 @@ class Agent:
         self.finished = False
         self._leaving = False
         self._checkpointed = restored.step
+        self._kept_from = [0] * len(restored.layout.fragments)
         self._metrics = folder.metrics.open("ab", buffering=0)
 
     def _grace(self) -> float:
@@ -157,7 +161,7 @@ class Agent:
             FragmentDriver(
                 index, cluster=self.invite.cluster, incarnation=self.incarnation, run=self.invite.run, seed=self.spec.run.seed,
                 state=self.state, codec=self.restored.codec, table=self.spec.outer, rules=self.rules, board=self.board,
-                store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self._lock,
+                store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self.lock,
                 wake=self._woken.set, committed=self._committed, catch_up=self._catch_up,
             )
             for index in range(len(self.state.fragments))
@@ -187,15 +191,15 @@ class Agent:
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and any(d.attempt is not None for d in self.drivers):
             await asyncio.sleep(0.05)
-        async with self._lock:
-            await self._checkpoint()
+        async with self.lock:
+            await self.checkpoint()
         await self._refresh()
         self._over.set()
 
     async def _finish(self) -> None:
         """The workers have done the run's last step: stay while others may need something of us."""
-        async with self._lock:
-            await self._checkpoint()
+        async with self.lock:
+            await self.checkpoint()
         self.finished, self.member = True, State.LEAVING
         deadline = time.monotonic() + LINGER
         await self._refresh()
@@ -273,11 +277,11 @@ class Agent:
         step = int(self.status["step"])
         rounds = len(self.journal.fragments[index].applied)
         if (every and step - self._checkpointed >= every) or rounds > 8:
-            async with self._lock:
-                await self._checkpoint()
+            async with self.lock:
+                await self.checkpoint()
         log.debug("fragment %d: round %d is done", index, number)
 
-    async def _checkpoint(self) -> None:
+    async def checkpoint(self) -> None:
         """Save the outer state; the lock must be held. Old averages go with the oldest checkpoint's rounds."""
         applied = [f.applied for f in self.state.fragments]
         step = max(int(self.status["step"]), self._checkpointed)
@@ -289,16 +293,19 @@ class Agent:
         state = {"applied": applied, "digests": [f.digest for f in self.state.fragments]}
         await asyncio.to_thread(self.restored.checkpoints.save, step, state, tensors)
         self._checkpointed = step
-        self.journal.trim(applied)
-        for index, number in enumerate(applied):
-            self.exchange.forget(index, number - 1)
+        self.journal.trim(self._kept_from)
+        for index, number in enumerate(self._kept_from):
+            self.exchange.forget(index, number)
+        self._kept_from = applied  # the rounds of the last two checkpoints stay, for those who missed a few
 
     async def _catch_up(self, index: int) -> None:
-        from isles.agent.catchup import catch_up
-
-        if self.member is State.ACTIVE:
-            self.member = State.JOINING
-        await catch_up(self, index)
+        async with self._catching:  # a checkpoint brings all fragments up at once
+            seen = self.board.rounds.get(index)
+            if seen is None or seen.record.open <= self.state.fragments[index].applied + 1:
+                return
+            if self.member is State.ACTIVE:
+                self.member = State.JOINING
+            await catch_up(self, index)
 
     # --- samples
 
@@ -352,6 +359,12 @@ class Agent:
         if not self._leaving:
             await self._finish()
 
+    async def begin_anew(self, why: str) -> None:
+        """Have the workers drop what they hold and begin from the global parameters, once the cluster is in step."""
+        if self.link.holding:
+            log.info("the workers begin anew: %s", why)
+            await self.supervisor.restart()
+
     def _on_hello(self, hello: Hello) -> None:
         if hello.layout != self.restored.layout.digest():
             raise NetworkError("the workers train another model than the run's; start them with the run's spec")
@@ -372,7 +385,7 @@ class Agent:
         hello = self.link.hello
         if hello is None or not hello.fresh or self.link.holding or not self.link.connected or self.member is not State.ACTIVE:
             return
-        if self._lock.locked() or not self._begun():
+        if self.lock.locked() or not self._begun():
             return
         self.link.holding = True  # from now on rounds wait for what they hold
         self._background(self._start_workers(hello))
@@ -391,7 +404,7 @@ class Agent:
         """Give back what an earlier process had claimed and not trained, and begin."""
         prepared = self.drivers[0].prepared
         keep = prepared.ranges if prepared is not None else ()
-        async with self._lock:
+        async with self.lock:
             try:
                 await self._change_claims(lambda c: c.free(self.invite.cluster, keep, self.journal.taken))
             except NetworkError as error:
@@ -419,7 +432,8 @@ class Agent:
             "grad_norm": message.grad_norm,
         }
         self.status["seconds_per_step"] = message.seconds
-        self.status["stalled"] = round(float(self.status["stalled"]) + message.stalled, 4)
+        for name, more in (("stalled", message.stalled), ("trained_seconds", message.seconds)):
+            self.status[name] = round(float(self.status.get(name, 0.0)) + more, 4)
         with contextlib.suppress(OSError):
             row = asdict(message) | {"time": round(time.time(), 3), "rounds": [f.applied for f in self.state.fragments]}
             self._metrics.write(json.dumps(row).encode() + b"\n")

@@ -155,7 +155,7 @@ class FragmentDriver:
             case Cease():
                 self._cease()
             case Apply(number, digest, contributed):
-                self._once("apply", self._apply(number, digest, contributed))
+                self._once("apply", self.apply(number, digest, contributed))
             case Fetch(number, digest):
                 self._once("fetch", self._fetch(number, digest))
             case CatchUp():
@@ -252,7 +252,8 @@ class FragmentDriver:
 
     # --- the outer step
 
-    async def _apply(self, number: int, digest: str, contributed: bool) -> None:
+    async def apply(self, number: int, digest: str, contributed: bool) -> None:
+        """The outer step of a committed round whose average is on disk, and all that follows from it."""
         landed = contributed or self._landed_before(number)
         late = not (landed and self.own)
         result = self.exchange.result(self.index, number, digest)

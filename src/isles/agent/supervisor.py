@@ -72,7 +72,7 @@ class Supervisor:
         self._children: list[subprocess.Popen[bytes]] = []
         self._group: list[Process] = []
         self._failures: list[float] = []
-        self._stopping = False
+        self._stopping = self._restarting = False
 
     @property
     def pids(self) -> list[int]:
@@ -85,6 +85,9 @@ class Supervisor:
             if not self._group:
                 self._start()
             code = await self._ended()
+            if self._restarting:
+                self._restarting = False
+                continue
             if self._stopping or code == 0:
                 return
             await self._end_group(signal.SIGKILL, 5.0)
@@ -102,6 +105,11 @@ class Supervisor:
         """Ask the workers to save and end; after `grace` seconds, make them."""
         self._stopping = True
         await self._end_group(signal.SIGTERM, grace)
+
+    async def restart(self) -> None:
+        """End the workers and start them again; that counts as no failure."""
+        self._restarting = True
+        await self._end_group(signal.SIGKILL, 5.0)
 
     def _adopt(self) -> None:
         """Take over a group that an earlier agent started, if all of it is alive; end what is left of a broken one."""
@@ -150,7 +158,7 @@ class Supervisor:
 
     async def _ended(self) -> int | None:
         """Wait until all workers have ended well (0) or one has not (its exit code; None of an adopted one, whose code nobody knows)."""
-        while not self._stopping:
+        while not self._stopping and not self._restarting:
             codes = {child.pid: child.poll() for child in self._children}
             for process in self._group:
                 if process.pid in codes:

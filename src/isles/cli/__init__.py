@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from isles.cli import compare, data, init, model, simulate
+from isles.cli import compare, data, init, model, simulate, up
 from isles.cli.common import Stopped, complain, err, flush, forget, open_standard_files, print_any_character
 from isles.errors import EXIT_INTERRUPTED, IslesError, UsageError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 init.register(app)
 data.register(app)
 simulate.register(app)
+up.register(app)
 compare.register(app)
 model.register(app)
 

@@ -60,7 +60,7 @@ class Server:
         cap: RateCap, counters: Counters,
     ) -> None:  # fmt: skip
         self.run, self._ssl, self._peer_name, self._find = run, server_ssl, peer_name, find
-        self._averages, self._cap, self._counters = averages, cap, counters
+        self._averages, self._cap, self.counters = averages, cap, counters
         self._runner: web.AppRunner | None = None
         self.routes: list[web.RouteDef] = [
             web.put(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}/{chunk:\d+}", self._put),
@@ -136,7 +136,7 @@ class Server:
             digest = await asyncio.to_thread(chunk_digest, body)
             if request.headers.get(DIGEST) != digest.hex():
                 raise Refused(400, f"chunk {chunk} arrived damaged: it does not match its hash; send it again")
-            self._counters.down["contributions"] += size
+            self.counters.down["contributions"] += size
             await reduction.receive(cluster, chunk, body, digest)
         return web.Response(status=201)
 
@@ -154,8 +154,8 @@ class Server:
             body, digest = await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(reduction.average(chunk))), LONG_POLL)
         except TimeoutError:
             return web.json_response({"missing": reduction.missing(chunk)}, status=202)
-        self._counters.up["averages"] += len(body)
-        return await self._send(request, body, digest)
+        self.counters.up["averages"] += len(body)
+        return await self.send(request, body, digest)
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._kept(request).manifest.to_json())
@@ -165,8 +165,8 @@ class Server:
         if chunk >= len(average.manifest.sizes):
             raise Refused(404, f"there is no chunk {chunk}")
         body = await asyncio.to_thread(average.encoded, chunk)
-        self._counters.up["results"] += len(body)
-        return await self._send(request, body, bytes.fromhex(average.manifest.digests[chunk]))
+        self.counters.up["results"] += len(body)
+        return await self.send(request, body, bytes.fromhex(average.manifest.digests[chunk]))
 
     def _kept(self, request: web.Request) -> Any:
         self.name_of(request)
@@ -175,7 +175,7 @@ class Server:
             raise Refused(404, "this average is not kept here")
         return found
 
-    async def _send(self, request: web.Request, body: bytes, digest: bytes) -> web.StreamResponse:
+    async def send(self, request: web.Request, body: bytes, digest: bytes) -> web.StreamResponse:
         answer = web.StreamResponse(headers={DIGEST: digest.hex(), "Content-Type": "application/octet-stream"})
         answer.content_length = len(body)
         await answer.prepare(request)

@@ -47,7 +47,7 @@ class Simulation:
         self.spec, self.base, self.baseline, self.dataset = spec, base, baseline, train
         self.device = choose_device(spec.train.device)
         self.layout = Layout.of(model, spec.streaming.fragments, spec.streaming.order)
-        self._batches = _fixed_batches(held_out, spec.eval.sequences, spec.train.micro_batch_size or spec.train.batch_size)
+        self._batches = fixed_batches(held_out, spec.eval.sequences, spec.train.micro_batch_size or spec.train.batch_size)
         self._judge = copy.deepcopy(model).to(self.device)  # the global parameters are evaluated in a copy of their own
         self._judged = FlatParameters(self._judge, self.layout)
 
@@ -253,7 +253,7 @@ def _loop(
             run.save(store)
 
 
-def _fixed_batches(held_out: Dataset, sequences: int, size: int) -> list[NDArray[np.int64]]:
+def fixed_batches(held_out: Dataset, sequences: int, size: int) -> list[NDArray[np.int64]]:
     """Evenly spread held-out sequences, always the same ones, in batches of `size`."""
     count = min(sequences, len(held_out))
     chosen = np.unique(np.linspace(0, len(held_out) - 1, count).astype(np.int64))

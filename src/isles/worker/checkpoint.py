@@ -43,6 +43,14 @@ class Checkpoint:
     tensors: dict[str, dict[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class Description:
+    """state: counters and positions. files: name -> {"bytes", "blake3"}."""
+
+    state: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+
+
 class CheckpointStore:
     """The checkpoints of one run in one folder.
 
@@ -112,6 +120,15 @@ class CheckpointStore:
             else:
                 state = json.loads(path.read_text())
         return Checkpoint(step, state, tensors)
+
+    def describe(self, step: int) -> Description:
+        """What a checkpoint says of itself, without reading its tensors. Raises CheckpointError."""
+        folder = self.path(step)
+        files = self._manifest(folder, self.steps())["files"]
+        try:
+            return Description(json.loads((folder / "state.json").read_text()), files)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / 'state.json'} cannot be read ({error})") from error
 
     def _manifest(self, folder: Path, steps: list[int]) -> dict[str, Any]:
         path = folder / "manifest.json"

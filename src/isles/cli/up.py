@@ -1,0 +1,142 @@
+"""`isles up`: a whole run on one machine, with real processes, sockets and a store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from isles.cli.common import Json, Stop, as_argument, command_line, err, out, path_given, print_json, say, stop_on_signals
+from isles.errors import IslesError, UsageError
+from isles.spec import Spec, load_spec
+
+if TYPE_CHECKING:
+    from isles.agent.local import LocalRun
+    from isles.metrics import Summary
+
+LOOK = 0.25  # seconds between looks at the clusters
+
+
+class ClusterFailed(IslesError):
+    """A cluster's agent ended with an error."""
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def up(
+        spec_path: Annotated[
+            Path, typer.Argument(metavar="RUN.toml", parser=path_given, help="The run's spec; `isles init` writes one.")
+        ],
+        clusters: Annotated[
+            int | None, typer.Option("--clusters", min=1, max=64, help="Number of clusters, instead of the spec's.")
+        ] = None,
+        overrides: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec, as train.local_steps=50; repeatable."),
+        ] = None,
+        to: Annotated[
+            Path | None,
+            typer.Option("--out", metavar="DIR", parser=path_given, help="The run's folder; runs/NAME-up when left out."),
+        ] = None,
+        resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="No live table.")] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Train with real clusters on this machine: a store, and an agent and a worker for each, over TLS on loopback."""
+        counted = [f"clusters.count={clusters}"] if clusters else []
+        changes = [*(overrides or []), *counted]
+        spec = load_spec(spec_path, changes)
+        folder = to or Path("runs") / f"{spec.run.name}-up"
+        words = [
+            "isles",
+            "up",
+            as_argument(spec_path),
+            *(w for c in changes for w in ("--set", c)),
+            "--out",
+            as_argument(folder),
+        ]
+        _check(spec, folder, resume=resume)
+        summary, stopped = _run(spec, spec_path, folder, quiet=quiet or as_json)
+        again = command_line([*words, "--resume"])
+        if stopped:
+            err.print(f"stopped and saved at step {summary.steps if summary else 0}; go on with: {again}", soft_wrap=True)
+        if as_json and summary is not None:
+            from dataclasses import asdict
+
+            print_json(asdict(summary) | ({"resume": again} if stopped else {}))
+        elif summary is not None and not stopped:
+            from isles.watch import comparison_table
+
+            out.print(comparison_table([summary]))
+            say(f"run: {folder}")
+        if stopped:
+            raise typer.Exit(stopped)
+
+
+def _check(spec: Spec, folder: Path, *, resume: bool) -> None:
+    """Raises UsageError, SpecError."""
+    from isles.agent.restore import check_spec
+
+    begun = (folder / "authority.json").exists()
+    if resume and not begun:
+        raise UsageError(f"{folder} holds no run to resume; start it without --resume")
+    if begun and not resume:
+        raise UsageError(f"{folder} already holds a run; go on with it with --resume, or choose another --out")
+    if not begun and folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty and holds no run; choose another --out")
+    check_spec(spec)
+
+
+def _run(spec: Spec, spec_path: Path, folder: Path, *, quiet: bool) -> tuple[Summary | None, int]:
+    """The summary, and the exit code of the signal that stopped the run before its end (0: none did)."""
+    from isles.agent.local import LocalRun
+    from isles.agent.result import collect
+    from isles.data import open_or_prepare
+    from isles.simulator import RunFolder
+
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with stop_on_signals() as stop, RunFolder(folder).held():
+        open_or_prepare(spec.data, spec_path.parent)  # once, and not by every cluster at the same time
+        run = LocalRun(folder, spec, spec_path.parent)
+        codes = asyncio.run(_watch(run, stop, quiet=quiet))
+        failed = [n for n, code in codes.items() if code]
+        if failed and not stop():
+            raise ClusterFailed(
+                f"cluster {failed[0]} ended with exit code {codes[failed[0]]}; see the end of {run.cluster(failed[0]).log}"
+            )
+        summary = None
+        with contextlib.suppress(IslesError) if stop() else contextlib.nullcontext():
+            summary = collect(run, seconds=time.monotonic() - began, complete=not stop())
+    return summary, stop.exit_code if stop() else 0
+
+
+async def _watch(run: LocalRun, stop: Stop, *, quiet: bool) -> dict[int, int]:
+    """Start everything, show it, and wait until it is over or somebody says to stop: the agents' exit codes."""
+    from rich.live import Live
+
+    from isles.watch.clusters import clusters_table
+
+    try:
+        await run.start()
+        waiting = asyncio.create_task(run.wait())
+        with Live(console=err, auto_refresh=False, transient=False) if not quiet else contextlib.nullcontext() as live:
+            while not waiting.done() and not stop():
+                await asyncio.wait({waiting}, timeout=LOOK)
+                if live is not None:
+                    rows = [{"cluster": run.cluster(n).path.name} | run.cluster(n).read_status() for n in range(run.count)]
+                    live.update(clusters_table(rows, steps=run.spec.run.steps), refresh=True)
+                failed = [n for n, agent in run.agents.items() if agent.poll()]
+                if len(failed) == run.count:
+                    break
+        if stop():
+            err.print("stopping: the clusters save and leave ...")
+    finally:
+        await run.stop()
+    return {number: int(agent.returncode or 0) for number, agent in run.agents.items()}

@@ -1,0 +1,58 @@
+"""The clusters of a run side by side, live: what each says of itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from isles.watch.units import human_bytes, human_count
+
+SILENT = 5.0  # seconds after which a status is old
+
+
+def clusters_table(rows: Sequence[Mapping[str, Any]], *, steps: int, title: str = "") -> Table:
+    """rows: the status of each cluster, empty where it has said nothing yet. steps: of the run."""
+    table = Table(
+        box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, show_edge=False, header_style="bold"
+    )
+    table.add_column("cluster")
+    table.add_column("state")
+    for name in ("step", "round", "loss", "tokens/s", "stalled", "exchange", "sent", "received"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row, steps))
+    return table
+
+
+def _cells(row: Mapping[str, Any], steps: int) -> list[str | Text]:
+    if not row.get("time"):
+        return [str(row.get("cluster", "")), Text("starting", "dim"), *[""] * 8]
+    silent = time.time() - float(row["time"])
+    state = str(row["state"])
+    style = {"active": "green", "finished": "bold green", "joining": "yellow", "leaving": "yellow"}.get(state, "")
+    shown = Text(state, style)
+    if silent > SILENT and state != "finished":
+        shown = Text(f"silent {silent:.0f} s", "red")
+    elif not row.get("connected", True):
+        shown = Text(f"{state}, no store", "red")
+    pace, seconds = float(row.get("seconds_per_step") or 0.0), float(row.get("trained_seconds") or 0.0)
+    tokens, step = int(row.get("tokens", 0)), int(row.get("step", 0))
+    stalled = f"{100 * float(row['stalled']) / seconds:.1f}%" if seconds else "-"
+    exchange = [s for s in row.get("exchange_seconds", []) if s]
+    return [
+        str(row["cluster"]),
+        shown,
+        f"{step:,} / {steps:,}",
+        str(sum(row.get("rounds", []))),
+        f"{row['loss']:.4f}" if "loss" in row else "-",
+        human_count(tokens / seconds) if seconds and pace else "-",
+        stalled,
+        f"{max(exchange):.2f} s" if exchange else "-",
+        human_bytes(row.get("bytes_up", 0)),
+        human_bytes(row.get("bytes_down", 0)),
+    ]
