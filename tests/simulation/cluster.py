@@ -72,7 +72,8 @@ class Fragment:
     chunks: dict[int, tuple[str, ...]] = field(default_factory=dict)  # averages received in the attempt
     inbox: dict[tuple[int, str, str], str] = field(default_factory=dict)  # (round, cluster, incarnation) -> progress
     blamed: dict[str, float] = field(default_factory=dict)  # since when a peer has made no progress
-    exposed: int = 0  # last round in whose exchange this process took part
+    exposed: int = 0  # last round in whose exchange this cluster took part, and as which process; in its journal, so on its disk
+    exposed_as: str = ""
     fetching: bool = False
     busy: set[str] = field(default_factory=set)  # writes that are under way
     trained_since: float = 0.0
@@ -89,23 +90,31 @@ class SimCluster:
         self.speed, self.outbound_only, self.observer = speed, outbound_only, observer
         self.fragments = [Fragment(base=digest_of("initial", f)) for f in range(len(rules.sizes))]
         self.incarnation, self.up, self.frozen_until, self.state = "", False, 0.0, State.JOINING
-        self.boot, self.beat, self.board, self.was_connected, self.count = 0, 0, Board(), True, 0
+        self.boot, self.beat, self.board, self.connection, self.count = 0, 0, Board(), 0, 0
+        self.workers_live = False  # through the agent's death, and with them what they trained
+        self.mute: set[str] = set()  # "idle": trains nothing; "deaf": completes no average; "silent": neither sends nor answers
 
     # --- life and death
 
     def start(self) -> None:
         self.boot += 1
         self.incarnation = f"{self.boot:08x}"
-        self.up, self.state, self.board, self.was_connected = True, State.JOINING, Board(), True
+        self.up, self.state, self.board, self.connection = True, State.JOINING, Board(), self.store.epoch
         for f, old in enumerate(self.fragments):
-            self.fragments[f] = Fragment(old.applied, old.base, averages=old.averages, trained_since=self.world.now)
+            self.fragments[f] = new = Fragment(
+                old.applied, old.base, old.averages, exposed=old.exposed, exposed_as=old.exposed_as, trained_since=self.world.now
+            )
+            if self.workers_live and old.prepared is not None:
+                new.progress = old.progress
+                new.prepared = replace(old.prepared, round=old.applied + 1, incarnation=self.incarnation, base=old.base)
+                self.observer.made(self, f, new.progress)
         self.store.watchers[self.name] = self._hear(self.boot)
         self.store.read_all(self.name)
         self.world.log(f"{self.name} starts as {self.incarnation} at rounds {[x.applied for x in self.fragments]}")
         self._tick(self.boot)
 
-    def crash(self) -> None:
-        self.up = False
+    def crash(self, *, workers_live: bool = False) -> None:
+        self.up, self.workers_live = False, workers_live
         self.store.watchers.pop(self.name, None)
         self.world.log(f"{self.name} is killed")
 
@@ -135,15 +144,15 @@ class SimCluster:
         self.world.after(BEAT * self.world.random.uniform(0.9, 1.1), lambda: self._tick(boot))
         if self.world.now < self.frozen_until:
             return
-        connected = self.store.connected(self.name)
-        if connected and not self.was_connected:
-            self.board.connected(self.world.now)
-            self.store.read_all(self.name)
-        elif not connected:
+        connected = self.store.epoch if self.store.connected(self.name) else 0
+        if connected != self.connection:
             self.board.disconnected(self.world.now)
-        elif self.world.random.random() < 0.1:
+            if connected:
+                self.board.connected(self.world.now)
+                self.store.read_all(self.name)
+        elif connected and self.world.random.random() < 0.1:
             self.store.read_all(self.name)  # lost notifications are made good, as a watcher does that finds a gap
-        self.was_connected = connected
+        self.connection = connected
         self._refresh()
         for f in range(len(self.fragments)):
             self._train(f)
@@ -167,6 +176,8 @@ class SimCluster:
 
     def _train(self, f: int) -> None:
         x = self.fragments[f]
+        if "idle" in self.mute:
+            return
         if x.prepared is None and self.state is not State.LEAVING and self.world.now - x.trained_since >= 3 / self.speed:
             self.count += 1
             x.progress = f"{self.name}/{self.boot}/{f}/{self.count}"
@@ -185,7 +196,8 @@ class SimCluster:
                 late = tuple(sorted(n for n, since in x.blamed.items() if self.world.now - since >= NO_PROGRESS))
                 attempt = replace(attempt, blamed=late if attempt.digest is None else ())
             local = Local(self.name, self.incarnation, x.applied, x.base, x.prepared, attempt, frozenset(x.averages))
-            actions = decide(self.board.view(f, self.world.now), local, self.rules, may_propose=self.store.connected(self.name))
+            may_propose = self.connection != 0 and self.connection == self.store.epoch
+            actions = decide(self.board.view(f, self.world.now), local, self.rules, may_propose=may_propose)
             again = False
             for action in actions:
                 again = self._carry_out(f, x, action) or again
@@ -233,7 +245,7 @@ class SimCluster:
 
     def _begin(self, f: int, x: Fragment, record: RoundRecord) -> None:
         x.attempt, x.record, x.chunks = Attempt(record.number, record.attempt), record, {}
-        x.blamed, x.exposed = {}, record.number
+        x.blamed, x.exposed, x.exposed_as = {}, record.number, self.incarnation
         self.world.log(
             f"{self.name} begins {f}/{record.number}.{record.attempt} with {[p.cluster for p in record.participants]}"
         )
@@ -255,7 +267,7 @@ class SimCluster:
         took: list[bool] = []
 
         def arrive() -> None:
-            if not peer.up or self.world.now < peer.frozen_until:
+            if not peer.answers():
                 return
             peer.fragments[f].inbox[key] = progress
             self.lines.send(owner, self.name, lambda: took.append(True))
@@ -270,13 +282,13 @@ class SimCluster:
         x, peer = self.fragments[f], self.peers[owner]
 
         def arrive() -> None:
-            if not peer.up or self.world.now < peer.frozen_until:
+            if not peer.answers():
                 return
             answer = peer.average_part(f, record)
             self.lines.send(owner, self.name, lambda: take(answer))
 
         def take(answer: tuple[str, ...] | list[str] | None) -> None:
-            if not self._current(f, record, boot):
+            if not self._current(f, record, boot) or "deaf" in self.mute:
                 return
             x.blamed.pop(owner, None)
             if isinstance(answer, list):
@@ -297,7 +309,11 @@ class SimCluster:
             x.blamed[owner] = self.world.now - NO_PROGRESS  # refused: nobody is there
         else:
             x.blamed.setdefault(owner, self.world.now)
-        self.lines.send(self.name, owner, arrive)
+        if "silent" not in self.mute:
+            self.lines.send(self.name, owner, arrive)
+
+    def answers(self) -> bool:
+        return self.up and self.world.now >= self.frozen_until and "silent" not in self.mute
 
     @staticmethod
     def _has(x: Fragment, record: RoundRecord, owner: str) -> bool:
@@ -325,8 +341,7 @@ class SimCluster:
 
     def _apply(self, f: int, x: Fragment, action: Apply) -> None:
         average = x.averages[action.round, action.digest]
-        before = x.base
-        x.applied, x.base = action.round, digest_of(before, action.digest)
+        x.applied, x.base = action.round, digest_of(x.base, action.digest)
         if action.contributed:
             x.prepared = None
         x.prepared = after_applying(x.prepared, x.applied, x.base)
@@ -378,16 +393,17 @@ class SimCluster:
         self.act(f)
 
     def _helpers(self) -> list[SimCluster]:
-        """Who can give this cluster anything: one of the two must be reachable (who is not offers it of its own accord)."""
-        return [p for p in self.peers.values() if p is not self and p.up and not (p.outbound_only and self.outbound_only)]
+        """Who can give this cluster anything: those who can be reached from outside."""
+        return [p for p in self.peers.values() if p is not self and p.up and not p.outbound_only]
 
     def _ask(self, peer: SimCluster, question: Callable[[], object], answer: Callable[..., None]) -> None:
         def arrive() -> None:
-            if peer.up and self.world.now >= peer.frozen_until:
+            if peer.answers():
                 reply = question()
                 self.lines.send(peer.name, self.name, lambda: answer(reply))
 
-        self.lines.send(self.name, peer.name, arrive)
+        if self.mute.isdisjoint({"deaf", "silent"}):
+            self.lines.send(self.name, peer.name, arrive)
 
 
 class Observer:

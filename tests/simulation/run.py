@@ -172,8 +172,8 @@ class History:
         elif kind == "freeze":
             cluster.frozen_until = world.now + 3 * lasting
         elif kind == "store":
-            self.store.up = False
-            world.after(lasting, lambda: setattr(self.store, "up", True))
+            self.store.stop()
+            world.after(lasting, self.store.restart)
         elif kind in ("cut", "store-cut"):
             other = "store" if kind == "store-cut" else random.choice(list(self.clusters))
             pair = frozenset((cluster.name, other))
@@ -194,7 +194,8 @@ class History:
     def _make_peace(self) -> None:
         self.world.log("peace")
         self.lines.cut.clear()
-        self.lines.loss, self.store.up = 0.0, True
+        self.lines.loss = 0.0
+        self.store.restart()
         for cluster in self.clusters.values():
             cluster.frozen_until = 0.0
             if cluster.up and cluster.state.value == "leaving":

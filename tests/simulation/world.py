@@ -71,6 +71,7 @@ class Store:
 
     def __init__(self, world: World, lines: Lines) -> None:
         self.world, self.lines, self.up = world, lines, True
+        self.epoch = 1  # a connection does not outlive the server's death, nor does what is under way on it
         self.values: dict[str, tuple[bytes, int]] = {}
         self.revision = 0
         self.watchers: dict[str, Callable[[str, bytes, int], None]] = {}
@@ -79,6 +80,7 @@ class Store:
     def write(self, who: str, key: str, value: bytes, expected: int | None, reply: Callable[[bool | None], None]) -> None:
         """Put (expected None), create (0) or compare-and-set. reply: True, False (somebody was first), or None: not known."""
         answered: list[bool] = []
+        epoch = self.epoch
 
         def answer(outcome: bool | None) -> None:
             if not answered:
@@ -86,7 +88,7 @@ class Store:
                 reply(outcome)
 
         def arrive() -> None:
-            if not self.up:
+            if not self.up or epoch != self.epoch:
                 return
             standing = self.values.get(key, (b"", 0))[1]
             won = expected is None or expected == standing
@@ -105,10 +107,19 @@ class Store:
         for who in list(self.watchers):
             self._notify(who, key, value, revision)
 
+    def stop(self) -> None:
+        self.up = False
+
+    def restart(self) -> None:
+        if not self.up:
+            self.up, self.epoch = True, self.epoch + 1
+
     def _notify(self, who: str, key: str, value: bytes, revision: int) -> None:
+        epoch = self.epoch
+
         def arrive() -> None:
             watcher = self.watchers.get(who)
-            if watcher is not None and self.up:
+            if watcher is not None and self.up and epoch == self.epoch:
                 watcher(key, value, revision)
 
         self.lines.send("store", who, arrive)

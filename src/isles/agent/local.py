@@ -32,11 +32,15 @@ class LocalRun:
     """The processes of a run on this machine."""
 
     def __init__(
-        self, folder: Path, spec: Spec, base: Path, *, ranks: Sequence[int] = (), outbound_only: Sequence[int] = ()
-    ) -> None:
+        self, folder: Path, spec: Spec, base: Path, *, ranks: Sequence[int] = (), outbound_only: Sequence[int] = (),
+        max_upload: float | None = None, begin_with: int | None = None,
+    ) -> None:  # fmt: skip
+        """ranks: workers of each cluster; outbound_only: numbers of clusters that cannot be reached; max_upload: bytes/s of each;
+        begin_with: clusters that the run begins with, all when left out."""
         self.folder, self.spec, self.base = folder, spec, base.resolve()
         self.count = spec.clusters.count
         self._ranks, self._outbound_only = list(ranks) or [1] * self.count, set(outbound_only)
+        self._max_upload, self._begin_with = max_upload, begin_with or self.count
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.server: StoreServer | None = None
         self.authority = self._authority()
@@ -77,7 +81,7 @@ class LocalRun:
         folder.write_settings(
             ClusterSettings(
                 run=self.authority.run, cluster=name, spec=self.spec, base=str(self.base), ranks=self._ranks[number],
-                outbound_only=number in self._outbound_only, start=self.count,
+                outbound_only=number in self._outbound_only, start=self._begin_with, max_upload=self._max_upload,
             )
         )  # fmt: skip
         if not folder.invite.exists():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from isles.agent.local import LocalRun
 from isles.data import Dataset, open_or_prepare
@@ -117,11 +116,3 @@ def _summary(
         seconds=round(seconds, 3), tokens_per_second=round(tokens / seconds, 1) if seconds else 0.0, seed=spec.run.seed,
         spec_digest=spec_digest(spec), complete=complete, codec=spec.codec.name,
     )  # fmt: skip
-
-
-def values_of(run: LocalRun, number: int) -> torch.Tensor:
-    """The global parameters in a cluster's newest checkpoint, fp32, shape [layout.total]."""
-    steps = sorted(run.cluster(number).checkpoints.glob("step-*"))
-    from safetensors.torch import load_file
-
-    return load_file(steps[-1] / "global.safetensors")["values"]

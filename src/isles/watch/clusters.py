@@ -20,9 +20,9 @@ def clusters_table(rows: Sequence[Mapping[str, Any]], *, steps: int, title: str 
     table = Table(
         box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, show_edge=False, header_style="bold"
     )
-    table.add_column("cluster")
-    table.add_column("state")
-    for name in ("step", "round", "loss", "tokens/s", "stalled", "exchange", "sent", "received"):
+    table.add_column("cluster", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "round", "loss", "tokens/s", "stalled", "exchange", "sent"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row, steps))
@@ -31,7 +31,7 @@ def clusters_table(rows: Sequence[Mapping[str, Any]], *, steps: int, title: str 
 
 def _cells(row: Mapping[str, Any], steps: int) -> list[str | Text]:
     if not row.get("time"):
-        return [str(row.get("cluster", "")), Text("starting", "dim"), *[""] * 8]
+        return [str(row.get("cluster", "")), Text("starting", "dim"), *[""] * 7]
     silent = time.time() - float(row["time"])
     state = str(row["state"])
     style = {"active": "green", "finished": "bold green", "joining": "yellow", "leaving": "yellow"}.get(state, "")
@@ -47,12 +47,11 @@ def _cells(row: Mapping[str, Any], steps: int) -> list[str | Text]:
     return [
         str(row["cluster"]),
         shown,
-        f"{step:,} / {steps:,}",
+        f"{step:,}/{steps:,}",
         str(sum(row.get("rounds", []))),
         f"{row['loss']:.4f}" if "loss" in row else "-",
         human_count(tokens / seconds) if seconds and pace else "-",
         stalled,
         f"{max(exchange):.2f} s" if exchange else "-",
         human_bytes(row.get("bytes_up", 0)),
-        human_bytes(row.get("bytes_down", 0)),
     ]

@@ -1,0 +1,250 @@
+"""Runs of real processes on loopback: store, agents, workers. Whatever is killed, frozen or late, all end with the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from isles.agent.local import LocalRun
+from isles.agent.result import collect
+from isles.data import ByteTokenizer, prepare
+from isles.simulator import Simulation
+from isles.spec import Spec, spec_from
+
+SLOW = 250_000.0  # bytes/s: an exchange of the model below then takes a good part of a second
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(3)
+    words = ["island", "reef", "tide", "sail", "harbour", "wind", "shore", "lagoon", "palm", "current"]
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 600)))
+    out = tmp_path_factory.mktemp("prepared")
+    prepare([str(folder)], out / "data", tokenizer=ByteTokenizer(), held_out=0.05)
+    return out / "data"
+
+
+def spec_of(data: Path, count: int, *overrides: str) -> Spec:
+    tables: dict[str, Any] = {
+        "run": {"steps": 300, "seed": 1},
+        "model": {"family": "llama", "layers": 2, "hidden_size": 32, "heads": 2},
+        "data": {"path": str(data), "sequence_length": 32},
+        "train": {"local_steps": 20, "batch_size": 2, "threads": 1, "device": "cpu"},
+        "optimizer": {"lr": 5e-3, "warmup_steps": 20},
+        "outer": {"lr": 0.9, "momentum": 0.3},
+        "codec": {"name": "fp32"},
+        "clusters": {"count": count},
+        "eval": {"sequences": 16},
+    }
+    return spec_from(tables, overrides)
+
+
+@asynccontextmanager
+async def local_run(folder: Path, spec: Spec, **more: Any) -> AsyncIterator[LocalRun]:
+    run = LocalRun(folder / "run", spec, Path(), **more)
+    try:
+        yield run
+    finally:
+        await run.stop(5.0)
+
+
+def play(scene: Callable[[], Awaitable[None]], seconds: float = 100) -> None:
+    asyncio.run(asyncio.wait_for(scene(), seconds))  # type: ignore[arg-type]
+
+
+async def until(run: LocalRun, condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = "\n".join(run.cluster(n).log.read_text()[-1500:] for n in run.agents)
+            raise AssertionError(f"{[run.cluster(n).read_status() for n in run.agents]}\n{logs}")
+        await asyncio.sleep(0.05)
+
+
+def rounds(run: LocalRun, number: int) -> int:
+    return sum(run.cluster(number).read_status().get("rounds", [0]))
+
+
+def digests(run: LocalRun) -> set[tuple[str, ...]]:
+    return {tuple(run.cluster(n).read_status()["digests"]) for n in run.agents}
+
+
+async def ended_well(run: LocalRun) -> None:
+    """All clusters have done the run's last step and hold the same bits."""
+    codes = await run.wait()
+    logs = "\n".join(run.cluster(n).log.read_text()[-2500:] for n in run.agents)
+    assert set(codes.values()) == {0}, logs
+    assert len(digests(run)) == 1, logs
+    for number in run.agents:
+        assert run.cluster(number).read_status()["step"] == run.spec.run.steps, logs
+
+
+def simulated(spec: Spec) -> Simulation:
+    simulation = Simulation(spec, base=Path())
+    while not simulation.done:
+        simulation.advance()
+    return simulation
+
+
+@pytest.mark.parametrize("overrides", [(), ("streaming.fragments=2", "streaming.overlap=3")], ids=["plain", "streaming"])
+def test_a_real_run_ends_with_the_bits_of_the_simulated_one(text: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    spec = spec_of(text, 3, "run.steps=50", *overrides)
+
+    async def scene() -> None:
+        async with local_run(tmp_path, spec) as run:
+            await run.start()
+            await ended_well(run)
+            simulation = simulated(spec)
+            newest = sorted(run.cluster(0).checkpoints.glob("step-*"))[-1]
+            assert np.array_equal(load_file(newest / "global.safetensors")["values"], simulation.method.values)
+            summary = collect(run, seconds=1.0, complete=True)
+            assert summary.held_out_loss == simulation.held_out_loss and summary.steps == 50
+
+    play(scene)
+
+
+def kill_cluster(run: LocalRun, number: int) -> None:
+    """As a machine that loses its power: agent and workers at once."""
+    workers = run.cluster(number).read_status().get("workers", [])
+    for pid in [run.agents[number].pid, *workers]:
+        os.kill(pid, signal.SIGKILL)
+    run.agents[number].wait()
+
+
+def test_a_cluster_killed_in_an_exchange_costs_the_others_nothing_and_comes_back(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 4), max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 0) >= 2)
+            log = run.cluster(3).log
+            begun = log.read_text().count("begins")
+            await until(run, lambda: log.read_text().count("begins") > begun)
+            before = rounds(run, 0)
+            kill_cluster(run, 3)
+            await until(run, lambda: rounds(run, 0) >= before + 2, 20)
+            run.start_agent(3)
+            await ended_well(run)
+
+    play(scene)
+
+
+def test_an_agent_that_is_killed_finds_its_workers_again(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 3), max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 1) >= 3)
+            workers = run.cluster(1).read_status()["workers"]
+            run.agents[1].kill()
+            run.agents[1].wait()
+            run.start_agent(1)
+            await until(run, lambda: "found the workers that were running" in run.cluster(1).log.read_text())
+            await until(run, lambda: run.cluster(1).read_status().get("workers") == workers or run.agents[1].poll() is not None)
+            await ended_well(run)
+
+    play(scene)
+
+
+def test_a_worker_that_is_killed_is_started_again(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 2), max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 0) >= 3)
+            os.kill(run.cluster(0).read_status()["workers"][0], signal.SIGKILL)
+            await ended_well(run)
+            assert "a worker ended with signal 9" in run.cluster(0).log.read_text()
+
+    play(scene)
+
+
+def test_a_store_that_is_killed_costs_no_worker_a_step(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 2), max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 0) >= 2)
+            assert run.server is not None and run.server.pid is not None
+            os.kill(run.server.pid, signal.SIGKILL)
+            await ended_well(run)
+            assert all(run.cluster(n).metrics.read_bytes().count(b"\n") == 300 for n in run.agents)
+
+    play(scene)
+
+
+def test_a_frozen_cluster_is_dropped_and_catches_up_when_it_thaws(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 3, "run.steps=600"), max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 0) >= 2)
+            pids = [run.agents[2].pid, *run.cluster(2).read_status()["workers"]]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            before, began = rounds(run, 0), time.monotonic()
+            try:
+                await until(run, lambda: rounds(run, 0) >= before + 2, 20)
+                assert time.monotonic() - began < 12
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+            await ended_well(run)
+
+    play(scene)
+
+
+def test_a_late_joiner_and_one_that_cannot_be_reached_end_with_the_others(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        spec = spec_of(text, 3, "checkpoint.every=60")
+        async with local_run(tmp_path, spec, max_upload=SLOW, outbound_only=[1], begin_with=2) as run:
+            await run.start([0, 1])
+            await until(run, lambda: rounds(run, 0) >= 4)
+            run.start_agent(2)
+            await ended_well(run)
+            assert "address" in run.cluster(1).read_status() and rounds(run, 2) == rounds(run, 0)
+            first = run.cluster(2).metrics.read_text().splitlines()[0]
+            assert '"step": 1,' not in first  # it began at the run's step
+
+    play(scene)
+
+
+def test_a_run_that_went_dark_goes_on_from_its_disks(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        spec = spec_of(text, 2)
+        async with local_run(tmp_path, spec, max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 0) >= 3)
+            for number in (0, 1):
+                kill_cluster(run, number)
+            reached = rounds(run, 0)
+        async with local_run(tmp_path, spec, max_upload=SLOW) as again:
+            await again.start()
+            await until(again, lambda: rounds(again, 0) > reached)
+            await ended_well(again)
+
+    play(scene)
+
+
+def test_leaving_in_order_saves_and_tells_the_others(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 3), max_upload=SLOW) as run:
+            await run.start()
+            await until(run, lambda: rounds(run, 0) >= 2)
+            run.agents[2].send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            assert (await run.wait([2])) == {2: 0}
+            assert time.monotonic() - began < 20 and list(run.cluster(2).checkpoints.glob("step-*"))
+            before = rounds(run, 0)
+            await until(run, lambda: rounds(run, 0) >= before + 2, 15)
+            run.start_agent(2)
+            await ended_well(run)
+
+    play(scene)
