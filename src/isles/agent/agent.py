@@ -38,6 +38,7 @@ log = logging.getLogger("isles.agent")
 TICK = 0.25  # seconds between looks at what only time changes
 FREE_AFTER = 120.0  # seconds without a sign of life after which a cluster's samples are given to others
 LINGER = 30.0  # seconds that a finished cluster stays for those that are still fetching
+ROUNDS = 8  # of a fragment, after which the outer state is saved at the latest
 GRACE = 10.0  # seconds that workers have to save, of the 30 that a container gives
 
 
@@ -72,6 +73,7 @@ class Agent:
         self.link.on_handed_off, self.link.on_need, self.link.on_stopped = self._on_handed_off, self._on_need, self._on_stopped
         self._store: Store | None = None
         self._group: asyncio.TaskGroup | None = None
+        self._failure: Exception | None = None
         self.drivers: list[FragmentDriver] = []
         self._woken, self._over = asyncio.Event(), asyncio.Event()
         self.lock, self._catching = asyncio.Lock(), asyncio.Lock()
@@ -84,10 +86,9 @@ class Agent:
             "tokens": 0,
             "stalled": 0.0,
         }
-        self.finished = False
-        self._leaving = False
+        self.finished = self._done = self._leaving = False  # _done: the workers have done the run's last step
         self._checkpointed = restored.step
-        self._kept_from = [0] * len(restored.layout.fragments)
+        self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
         self._metrics = folder.metrics.open("ab", buffering=0)
 
     def _grace(self) -> float:
@@ -106,10 +107,10 @@ class Agent:
         """Take part until the run is over for this cluster. Raises IslesError when it cannot."""
         port = await self.exchange.start(self.settings.host, self.settings.port)
         self._address = self.settings.advertise or f"{self.settings.host}:{port}"
-        await self.link.start()
         try:
             await self._connect()
             self._make_drivers()
+            await self.link.start()  # not before the drivers can take what workers say that were found running
             async with asyncio.TaskGroup() as self._group:
                 group = self._group
                 tasks = [group.create_task(work) for work in (self._follow(), self._beat(), self._drive(), self._serve_needs())]
@@ -117,10 +118,17 @@ class Agent:
                 await self._over.wait()
                 for task in tasks:
                     task.cancel()
+            if self._failure is not None:
+                raise self._failure
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             await self._close()
+
+    def _fail(self, error: Exception) -> None:
+        """Something went wrong that no sentence foresees: the agent ends, and says so."""
+        self._failure = self._failure or error
+        self._over.set()
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something beside the rest; if it fails, so does the agent."""
@@ -162,12 +170,14 @@ class Agent:
                 index, cluster=self.invite.cluster, incarnation=self.incarnation, run=self.invite.run, seed=self.spec.run.seed,
                 state=self.state, codec=self.restored.codec, table=self.spec.outer, rules=self.rules, board=self.board,
                 store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self.lock,
-                wake=self._woken.set, committed=self._committed, catch_up=self._catch_up,
+                wake=self._woken.set, committed=self._committed, catch_up=self._catch_up, failed=self._fail,
             )
             for index in range(len(self.state.fragments))
         ]  # fmt: skip
 
     async def _close(self) -> None:
+        if self.drivers:
+            self._write_status()
         for driver in self.drivers:
             await driver.close()
         await self.link.stop()
@@ -208,9 +218,10 @@ class Agent:
         self._over.set()
 
     def _all_have_all(self) -> bool:
+        """Whether every cluster that has not left holds the last rounds, those included that are silent now and may come back."""
         mine = tuple(f.applied for f in self.state.fragments)
-        view = self.board.view(0, time.monotonic())
-        others = [m.record for n, m in self.board.members.items() if n != self.invite.cluster and view.alive(n)]
+        others = [m.record for n, m in self.board.members.items() if n != self.invite.cluster]
+        others = [m for m in others if m.state is not State.LEAVING]
         return all(len(m.rounds) == len(mine) and all(a >= b for a, b in zip(m.rounds, mine, strict=True)) for m in others)
 
     # --- what the store shows
@@ -259,8 +270,9 @@ class Agent:
 
     async def _drive(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), TICK)
+            with contextlib.suppress(TimeoutError):  # not wait_for, which may swallow being cancelled (before Python 3.12)
+                async with asyncio.timeout(TICK):
+                    await self._woken.wait()
             self._woken.clear()
             now = time.monotonic()
             if self.member is State.ACTIVE or self.board.rounds:
@@ -275,8 +287,8 @@ class Agent:
             await self._change_claims(lambda claims: claims.count(seen.record))
         every = self.spec.checkpoint.every
         step = int(self.status["step"])
-        rounds = len(self.journal.fragments[index].applied)
-        if (every and step - self._checkpointed >= every) or rounds > 8:
+        rounds = number - self._kept_from[index]
+        if (every and step - self._checkpointed >= every) or rounds >= ROUNDS:
             async with self.lock:
                 await self.checkpoint()
         log.debug("fragment %d: round %d is done", index, number)
@@ -293,19 +305,21 @@ class Agent:
         state = {"applied": applied, "digests": [f.digest for f in self.state.fragments]}
         await asyncio.to_thread(self.restored.checkpoints.save, step, state, tensors)
         self._checkpointed = step
-        self.journal.trim(self._kept_from)
+        self.journal.trim([min(a, b) for a, b in zip(self._kept_from, applied, strict=True)])
         for index, number in enumerate(self._kept_from):
-            self.exchange.forget(index, number)
-        self._kept_from = applied  # the rounds of the last two checkpoints stay, for those who missed a few
+            self.exchange.forget(
+                index, number
+            )  # what lies between the last two checkpoints stays, for those who missed a few rounds
+        self._kept_from = applied
 
-    async def _catch_up(self, index: int) -> None:
+    async def _catch_up(self, index: int, renew: bool) -> None:
         async with self._catching:  # a checkpoint brings all fragments up at once
             seen = self.board.rounds.get(index)
-            if seen is None or seen.record.open <= self.state.fragments[index].applied + 1:
+            if seen is None or (not renew and seen.record.open <= self.state.fragments[index].applied + 1):
                 return
             if self.member is State.ACTIVE:
                 self.member = State.JOINING
-            await catch_up(self, index)
+            await catch_up(self, index, renew=renew)
 
     # --- samples
 
@@ -355,8 +369,9 @@ class Agent:
             driver.workers_gone()
 
     async def _keep_workers(self) -> None:
-        await self.supervisor.run()
-        if not self._leaving:
+        while not self._leaving and not self._done:
+            await self.supervisor.run()
+        if self._done and not self._leaving:
             await self._finish()
 
     async def begin_anew(self, why: str) -> None:
@@ -415,6 +430,7 @@ class Agent:
             busy = tuple(d.index for d in self.drivers if d.prepared is not None)
             resume = hello.saved == rounds and not busy
             step = max([seen.record.step for seen in self.board.rounds.values()], default=0)
+            self.status["step"] = step
             self.link.begin(
                 Start(
                     step, resume, self.spec.clusters.join_warmup_steps if any(rounds) else 0, rounds, busy, self.journal.taken
@@ -445,6 +461,7 @@ class Agent:
         self._needs.put_nowait(message)
 
     def _on_stopped(self, message: Stopped) -> None:
+        self._done = self._done or message.finished
         log.info("workers stopped at step %d%s", message.step, ", the run's last" if message.finished else "")
 
     def _write_status(self) -> None:

@@ -56,12 +56,12 @@ def reachable(agent: Agent) -> dict[str, str]:
     }
 
 
-async def catch_up(agent: Agent, index: int) -> None:
-    """Bring a fragment up to the newest round, or all of them by a checkpoint. Raises NetworkError when nobody can give what is missing."""
+async def catch_up(agent: Agent, index: int, *, renew: bool = False) -> None:
+    """Bring a fragment up to the newest round, or all of them by a checkpoint (renew: by that only). Raises NetworkError when nobody can give what is missing."""
     peers = reachable(agent)
     if not peers:
         raise NetworkError("no other cluster can be reached to catch up from; waiting for one")
-    if not await _by_rounds(agent, index, peers):
+    if renew or not await _by_rounds(agent, index, peers):
         await _by_checkpoint(agent, peers)
 
 

@@ -32,6 +32,7 @@ from isles.protocol import (
     Local,
     Propose,
     ReadyRecord,
+    Renew,
     RoundRecord,
     Rules,
     WriteDone,
@@ -74,12 +75,13 @@ class FragmentDriver:
     def __init__(
         self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, table: OuterTable,
         rules: Rules, board: Board, store: Records, exchange: Exchange, workers: Workers, journal: Journal, lock: asyncio.Lock,
-        wake: Callable[[], None], committed: Callable[[int, int], Awaitable[None]], catch_up: Callable[[int], Awaitable[None]],
+        wake: Callable[[], None], committed: Callable[[int, int], Awaitable[None]], catch_up: Callable[[int, bool], Awaitable[None]],
+        failed: Callable[[Exception], None],
     ) -> None:  # fmt: skip
         self.index, self.cluster, self.incarnation, self.run, self.seed = index, cluster, incarnation, run, seed
         self.state, self.codec, self.table, self.rules, self.board = state, codec, table, rules, board
         self.store, self.exchange, self.workers, self.journal, self._lock = store, exchange, workers, journal, lock
-        self._wake, self._committed, self._catch_up = wake, committed, catch_up
+        self._wake, self._committed, self._catch_up, self._failed = wake, committed, catch_up, failed
         self.start, self.stop = state.layout.fragments[index]
         self.prepared: ReadyRecord | None = None
         self.own = False  # whether the workers that train now are those that handed `prepared` off
@@ -99,7 +101,9 @@ class FragmentDriver:
             attempt = replace(attempt, blamed=self.exchange.blamed(self.index))
         fragment = self.state.fragments[self.index]
         held = frozenset(self.exchange.averages.held(self.index))
-        return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, self.prepared, attempt, held)
+        row = self.journal.fragments[self.index]
+        exposed = row.exposed, row.incarnation
+        return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, self.prepared, attempt, held, exposed)
 
     def handed_off(self, flight: Flight) -> None:
         """The workers have written their parameters of this fragment into the shared file. Raises NonFiniteError when they are no numbers."""
@@ -160,7 +164,11 @@ class FragmentDriver:
                 self._once("fetch", self._fetch(number, digest))
             case CatchUp():
                 self._cease()
-                self._once("catch-up", self._catch_up(self.index))
+                self._once("catch-up", self._catch_up(self.index, False))
+            case Renew():
+                self._cease()
+                log.error("fragment %d: our global parameters are not those of the others; taking over theirs", self.index)
+                self._once("catch-up", self._catch_up(self.index, True))
 
     def _once(self, name: str, work: Awaitable[None]) -> None:
         """Run `work` as a task, unless one of that name is under way."""
@@ -175,6 +183,8 @@ class FragmentDriver:
             except IslesError as error:
                 log.warning("fragment %d: %s: %s", self.index, name, error)
                 await asyncio.sleep(0.2)  # it will be decided again
+            except Exception as error:
+                self._failed(error)
             finally:
                 self._running.pop(name, None)
                 self._wake()
@@ -227,6 +237,9 @@ class FragmentDriver:
         except IslesError as error:
             log.warning("fragment %d: round %d: %s", self.index, record.number, error)
             return
+        except Exception as error:
+            self._failed(error)
+            return
         if self.attempt is not None and (self.attempt.round, self.attempt.attempt) == (record.number, record.attempt):
             self.attempt = replace(self.attempt, digest=digest, blamed=())
             self.exchange_seconds = time.monotonic() - began
@@ -254,8 +267,7 @@ class FragmentDriver:
 
     async def apply(self, number: int, digest: str, contributed: bool) -> None:
         """The outer step of a committed round whose average is on disk, and all that follows from it."""
-        landed = contributed or self._landed_before(number)
-        late = not (landed and self.own)
+        landed, late = contributed, not (contributed and self.own)
         result = self.exchange.result(self.index, number, digest)
         async with self._lock:
             told = await self.workers.release(self.index) if late else True
@@ -271,15 +283,6 @@ class FragmentDriver:
                 await self.workers.merge(self.index, number, late=late, landed=landed)
         log.info("fragment %d: round %d applied%s", self.index, number, "" if landed else ", without a contribution of ours")
         await self._committed(self.index, number)
-
-    def _landed_before(self, number: int) -> bool:
-        """Whether what an earlier process of this cluster had shown to the others is in a round."""
-        row = self.journal.fragments[self.index]
-        if row.exposed != number or self.index not in self.board.rounds:
-            return False
-        record = self.board.rounds[self.index].record
-        members = record.participants if record.number == number else record.before
-        return any(p.cluster == self.cluster and p.incarnation == row.incarnation for p in members)
 
     async def close(self) -> None:
         """Stop everything that is under way."""

@@ -61,14 +61,15 @@ class Supervisor:
     """Keeps `ranks` workers of one cluster running.
 
     command: of one worker; rank and master address are given to it by environment, as torchrun names them. record: file that the processes
-    are written down in; log_file: where their output goes. started: called each time a new group was started (not when one was adopted)."""
+    are written down in; log_file: where their output goes. started: called each time a new group was started (not when one was adopted). over:
+    whether workers that end have done all there was to do, whatever their exit code (nobody knows that of adopted ones)."""
 
     def __init__(
         self, command: Sequence[str], ranks: int, *, record: Path, log_file: Path, environment: Mapping[str, str] | None = None,
-        started: Callable[[], None] = lambda: None,
+        started: Callable[[], None] = lambda: None, over: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.command, self.ranks, self.record, self.log_file = list(command), ranks, record, log_file
-        self._environment, self._started = dict(environment or {}), started
+        self._environment, self._started, self._over = dict(environment or {}), started, over
         self._children: list[subprocess.Popen[bytes]] = []
         self._group: list[Process] = []
         self._failures: list[float] = []
@@ -86,9 +87,10 @@ class Supervisor:
                 self._start()
             code = await self._ended()
             if self._restarting:
+                await self._end_group(signal.SIGKILL, 5.0)
                 self._restarting = False
                 continue
-            if self._stopping or code == 0:
+            if self._stopping or code == 0 or self._over():
                 return
             await self._end_group(signal.SIGKILL, 5.0)
             self._failures = [t for t in self._failures if time.monotonic() - t < WINDOW] + [time.monotonic()]
@@ -107,9 +109,10 @@ class Supervisor:
         await self._end_group(signal.SIGTERM, grace)
 
     async def restart(self) -> None:
-        """End the workers and start them again; that counts as no failure."""
+        """End the workers, and have new ones started; that counts as no failure. Returns when the old ones are gone."""
         self._restarting = True
-        await self._end_group(signal.SIGKILL, 5.0)
+        while self._restarting and not self._stopping:
+            await asyncio.sleep(POLL / 10)
 
     def _adopt(self) -> None:
         """Take over a group that an earlier agent started, if all of it is alive; end what is left of a broken one."""

@@ -97,7 +97,8 @@ class WorkerLink:
                 if fragment in self._released:
                     return True
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), 0.5)
+                    async with asyncio.timeout(0.5):
+                        await self._changed.wait()
             if fragment in self._released:
                 return True
         return False

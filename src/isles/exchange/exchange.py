@@ -265,7 +265,8 @@ class Exchange:
                     return running.reduction
             async with self._begun:
                 try:
-                    await asyncio.wait_for(self._begun.wait(), deadline - time.monotonic())
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await self._begun.wait()
                 except TimeoutError:
                     raise Refused(425, f"round {number} of fragment {fragment} has not begun here") from None
 
@@ -319,7 +320,7 @@ class Exchange:
         if any(chunk not in spool for chunk in missing):
             raise NetworkError(f"round {number} of fragment {fragment}: no other cluster gave all of its average; trying again")
         self.averages.add(spool, fragment, number, manifest.chunk, size, weights)
-        del self._fetched[key]
+        self._fetched.pop(key, None)
 
     async def _manifest(self, path: str, peers: Mapping[str, str], size: int, digest: str) -> Manifest:
         for name, address in peers.items():

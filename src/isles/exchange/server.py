@@ -151,7 +151,8 @@ class Server:
         self.name_of(request)
         reduction, chunk = await self._reduction(request), _number(request, "chunk")
         try:
-            body, digest = await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(reduction.average(chunk))), LONG_POLL)
+            async with asyncio.timeout(LONG_POLL):
+                body, digest = await reduction.average(chunk)
         except TimeoutError:
             return web.json_response({"missing": reduction.missing(chunk)}, status=202)
         self.counters.up["averages"] += len(body)

@@ -199,7 +199,7 @@ class Session:
             waiting = [i for i in range(len(self._fragments)) if self.schedule.must_wait(i) or i in self._released]
             if not waiting or self._stop is not None or self.interrupted():
                 return
-            self._wait(lambda w=waiting: any(i in self._arrived or i in self._released for i in w))  # type: ignore[misc]
+            self._wait(lambda w=waiting: any(i in self._arrived for i in w))  # type: ignore[misc]
 
     def _hand_off(self, index: int) -> None:
         first, stop = self._fragments[index]
