@@ -28,6 +28,7 @@ from isles.protocol import (
     MemberRecord,
     Propose,
     ReadyRecord,
+    Renew,
     RoundRecord,
     Rules,
     State,
@@ -72,7 +73,8 @@ class Fragment:
     chunks: dict[int, tuple[str, ...]] = field(default_factory=dict)  # averages received in the attempt
     inbox: dict[tuple[int, str, str], str] = field(default_factory=dict)  # (round, cluster, incarnation) -> progress
     blamed: dict[str, float] = field(default_factory=dict)  # since when a peer has made no progress
-    exposed: int = 0  # last round in whose exchange this cluster took part, and as which process; in its journal, so on its disk
+    reported: dict[str, tuple[float, float]] = field(default_factory=dict)  # since when owners miss a peer, and when last
+    exposed: int = 0  # last round in whose exchange `prepared` was shown, and by which process; in the journal
     exposed_as: str = ""
     fetching: bool = False
     busy: set[str] = field(default_factory=set)  # writes that are under way
@@ -92,7 +94,9 @@ class SimCluster:
         self.incarnation, self.up, self.frozen_until, self.state = "", False, 0.0, State.JOINING
         self.boot, self.beat, self.board, self.connection, self.count = 0, 0, Board(), 0, 0
         self.workers_live = False  # through the agent's death, and with them what they trained
-        self.mute: set[str] = set()  # "idle": trains nothing; "deaf": completes no average; "silent": neither sends nor answers
+        # What is wrong with it, while it lives. "idle": trains nothing; "deaf": completes no average; "silent": neither sends nor
+        # answers; "wrong": damages averages.
+        self.mute: set[str] = set()
 
     # --- life and death
 
@@ -101,11 +105,9 @@ class SimCluster:
         self.incarnation = f"{self.boot:08x}"
         self.up, self.state, self.board, self.connection = True, State.JOINING, Board(), self.store.epoch
         for f, old in enumerate(self.fragments):
-            self.fragments[f] = new = Fragment(
-                old.applied, old.base, old.averages, exposed=old.exposed, exposed_as=old.exposed_as, trained_since=self.world.now
-            )
+            self.fragments[f] = new = Fragment(old.applied, old.base, old.averages, trained_since=self.world.now)
             if self.workers_live and old.prepared is not None:
-                new.progress = old.progress
+                new.progress, new.exposed, new.exposed_as = old.progress, old.exposed, old.exposed_as
                 new.prepared = replace(old.prepared, round=old.applied + 1, incarnation=self.incarnation, base=old.base)
                 self.observer.made(self, f, new.progress)
         self.store.watchers[self.name] = self._hear(self.boot)
@@ -123,16 +125,22 @@ class SimCluster:
         self.fragments = [Fragment(base=digest_of("initial", f)) for f in range(len(self.fragments))]
         self.world.log(f"{self.name} has lost its disk")
 
+    def rot(self, f: int) -> None:
+        """A bit flips in its global parameters."""
+        self.fragments[f].base = digest_of("rot", self.name, self.world.now)
+        self.world.log(f"{self.name} holds damaged parameters of {f}/{self.fragments[f].applied}")
+
     def leave(self) -> None:
         self.state = State.LEAVING
         self.world.log(f"{self.name} leaves")
 
     def _hear(self, boot: int) -> Callable[[str, bytes, int], None]:
-        def hear(key: str, value: bytes, revision: int) -> None:
-            if self.boot != boot or not self.up:
+        def hear(key: str, value: bytes, revision: int, epoch: int = 0) -> None:
+            if self.boot != boot or not self.up or epoch not in (0, self.store.epoch):
                 return
             if self.world.now < self.frozen_until:
-                self.world.after(self.frozen_until - self.world.now, lambda: hear(key, value, revision))
+                epoch = self.store.epoch
+                self.world.after(self.frozen_until - self.world.now, lambda: hear(key, value, revision, epoch))
             elif self.board.put(key, value, revision, self.world.now) and not key.startswith("members"):
                 self.act(int(key.split(".")[1]))
 
@@ -193,9 +201,11 @@ class SimCluster:
         for _ in range(4):  # applying a round may make the next thing possible at once
             attempt = x.attempt
             if attempt is not None:
-                late = tuple(sorted(n for n, since in x.blamed.items() if self.world.now - since >= NO_PROGRESS))
-                attempt = replace(attempt, blamed=late if attempt.digest is None else ())
-            local = Local(self.name, self.incarnation, x.applied, x.base, x.prepared, attempt, frozenset(x.averages))
+                attempt = replace(attempt, blamed=self._blamed(x) if attempt.digest is None else ())
+            local = Local(
+                self.name, self.incarnation, x.applied, x.base, x.prepared, attempt, frozenset(x.averages),
+                exposed=(x.exposed, x.exposed_as),
+            )  # fmt: skip
             may_propose = self.connection != 0 and self.connection == self.store.epoch
             actions = decide(self.board.view(f, self.world.now), local, self.rules, may_propose=may_propose)
             again = False
@@ -203,6 +213,12 @@ class SimCluster:
                 again = self._carry_out(f, x, action) or again
             if not again:
                 break
+
+    def _blamed(self, x: Fragment) -> tuple[str, ...]:
+        now = self.world.now
+        stuck = {name for name, since in x.blamed.items() if now - since >= NO_PROGRESS}
+        missed = {name for name, (since, last) in x.reported.items() if now - last < 2 and now - since >= NO_PROGRESS}
+        return tuple(sorted((stuck | missed) - {self.name}))
 
     def _carry_out(self, f: int, x: Fragment, action: protocol.Action) -> bool:
         if isinstance(action, Create):
@@ -224,6 +240,8 @@ class SimCluster:
             self._fetch(f, x, action)
         elif isinstance(action, CatchUp):
             self._catch_up(f, x)
+        elif isinstance(action, Renew):
+            self._catch_up(f, x, action.base)
         return False
 
     def _write(self, x: Fragment, key: str, value: bytes, expected: int | None) -> None:
@@ -245,7 +263,7 @@ class SimCluster:
 
     def _begin(self, f: int, x: Fragment, record: RoundRecord) -> None:
         x.attempt, x.record, x.chunks = Attempt(record.number, record.attempt), record, {}
-        x.blamed, x.exposed, x.exposed_as = {}, record.number, self.incarnation
+        x.blamed, x.reported, x.exposed, x.exposed_as = {}, {}, record.number, self.incarnation
         self.world.log(
             f"{self.name} begins {f}/{record.number}.{record.attempt} with {[p.cluster for p in record.participants]}"
         )
@@ -282,7 +300,7 @@ class SimCluster:
         x, peer = self.fragments[f], self.peers[owner]
 
         def arrive() -> None:
-            if not peer.answers():
+            if not peer.answers() and peer is not self:
                 return
             answer = peer.average_part(f, record)
             self.lines.send(owner, self.name, lambda: take(answer))
@@ -293,7 +311,8 @@ class SimCluster:
             x.blamed.pop(owner, None)
             if isinstance(answer, list):
                 for name in answer:
-                    x.blamed.setdefault(name, self.world.now)
+                    since, last = x.reported.get(name, (self.world.now, self.world.now))
+                    x.reported[name] = (since if self.world.now - last < 2 else self.world.now, self.world.now)
             elif answer is not None:
                 for part in record.parts:
                     if part.owner == owner:
@@ -309,7 +328,7 @@ class SimCluster:
             x.blamed[owner] = self.world.now - NO_PROGRESS  # refused: nobody is there
         else:
             x.blamed.setdefault(owner, self.world.now)
-        if "silent" not in self.mute:
+        if "silent" not in self.mute or owner == self.name:
             self.lines.send(self.name, owner, arrive)
 
     def answers(self) -> bool:
@@ -333,7 +352,8 @@ class SimCluster:
         total = sum(part.stop - part.first for part in record.parts)
         if len(x.chunks) < total or x.attempt is None:
             return
-        average = Average(tuple(x.chunks[i] for i in range(total)))
+        wrong = ((f"wrong at {self.name}",),) if "wrong" in self.mute else ()
+        average = Average(tuple(x.chunks[i] for i in range(total)) + wrong)
         x.averages[record.number, average.digest] = average
         x.attempt = replace(x.attempt, digest=average.digest)
         self.world.log(f"{self.name} holds {f}/{record.number}.{record.attempt} {average.digest[:6]}")
@@ -369,18 +389,25 @@ class SimCluster:
             x.averages[key] = average
             self.act(f)
 
-    def _catch_up(self, f: int, x: Fragment) -> None:
+    def _catch_up(self, f: int, x: Fragment, base: str | None = None) -> None:
+        """Take the state of others that are further on, or, where a base is given, that of the same round with that base."""
         if x.fetching:
             return
         self.state = State.JOINING if self.state is State.ACTIVE else self.state
+        if base is not None and x.applied == 0:
+            x.base = digest_of("initial", f)  # as the spec says; nobody is needed for that
+            x.prepared = after_catching_up(x.prepared, 0, 0, x.base)
         x.fetching, boot = True, self.boot
         for peer in self._helpers():
-            self._ask(peer, lambda p=peer: (p.fragments[f].applied, p.fragments[f].base), lambda s: self._caught_up(f, s, boot))
+            self._ask(
+                peer, lambda p=peer: (p.fragments[f].applied, p.fragments[f].base), lambda s: self._caught_up(f, s, boot, base)
+            )
         self.world.after(1.0, lambda: setattr(x, "fetching", False))
 
-    def _caught_up(self, f: int, state: tuple[int, str], boot: int) -> None:
+    def _caught_up(self, f: int, state: tuple[int, str], boot: int, base: str | None) -> None:
         x = self.fragments[f]
-        if boot != self.boot or not self.up or state[0] <= x.applied:
+        renewed = state == (x.applied, base) and x.base != base
+        if boot != self.boot or not self.up or not (renewed or state[0] > x.applied):
             return
         x.applied, x.base = state
         x.attempt = x.record = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.simulation import cluster as simulated
 
-from isles.protocol import Apply, Phase, ReadyRecord, RoundRecord, View, board, cluster, rounds
+from isles.protocol import Apply, Phase, ReadyRecord, Renew, RoundRecord, View, board, cluster, rounds
 
 Patch = tuple[Any, str, Any]  # where, name, what to put there
 
@@ -91,6 +91,69 @@ def _joiner_takes_part() -> list[Patch]:
     return [(rounds, "_candidates", candidates)]
 
 
+def _most_must_hold() -> list[Patch]:
+    """An average is committed only once most hold it, however long the others have made no progress."""
+    return [(rounds, "_enough", lambda view, holders, alive: 2 * len(holders) > alive)]  # noqa: ARG005
+
+
+def _out_of_reach() -> list[Patch]:
+    """Clusters that cannot be reached go on by themselves, and nobody else ever gets what they did."""
+    return [(rounds, "_anyone_reachable", lambda view: False)]  # noqa: ARG005
+
+
+def _astray_for_good() -> list[Patch]:
+    """A cluster with other parameters is left out, and never told to get them anew."""
+    real = simulated.decide
+
+    def decide(view: View, local: cluster.Local, rules: rounds.Rules, **more: Any) -> list[Any]:
+        return [action for action in real(view, local, rules, **more) if not isinstance(action, Renew)]
+
+    return [(simulated, "decide", decide)]
+
+
+def _alone_and_hung() -> list[Patch]:
+    """An exchange with one participant left, whom nobody can blame, is waited for for ever."""
+    return [(rounds, "_hung", lambda view, record: False)]  # noqa: ARG005
+
+
+def _the_wrong_one_stays() -> list[Patch]:
+    """Of two results of one attempt nobody is held to be wrong: it is made again by all."""
+    return [(rounds, "_without_the_wrong", lambda view, record, survivors, holders: rounds._retry(view, record, survivors))]  # noqa: ARG005
+
+
+def _loss_is_not_mended() -> list[Patch]:
+    """Who is ahead of a store that has lost writes waits for it."""
+    real = simulated.decide
+
+    def decide(view: View, local: cluster.Local, rules: rounds.Rules, **more: Any) -> list[Any]:
+        behind = view.round is not None and view.round.record.open < local.applied + 1
+        return [] if behind else real(view, local, rules, **more)
+
+    return [(simulated, "decide", decide)]
+
+
+def _revisions_outlive_the_store() -> list[Patch]:
+    """What was read before the store fell is newer than what it says since, if it had counted further."""
+    real = board.Board.connected
+
+    def connected(self: board.Board, now: float) -> None:
+        revisions = [(seen, seen.revision) for seen in self._all()]
+        real(self, now)
+        for seen, revision in revisions:
+            seen.revision = revision
+
+    return [(board.Board, "connected", connected)]
+
+
+def _earlier_process_forgotten() -> list[Patch]:
+    """A cluster does not count as landed what it had shown before it was restarted."""
+
+    def is_in(self: cluster.Local, number: int, participants: tuple[rounds.Participant, ...]) -> bool:  # noqa: ARG001
+        return any((p.cluster, p.incarnation) == (self.cluster, self.incarnation) for p in participants)
+
+    return [(cluster.Local, "is_in", is_in)]
+
+
 MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     "apply before commit": _apply_before_commit,
     "commit by the first holder, of any attempt": _commit_by_one,
@@ -100,6 +163,14 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     "late progress is thrown away": _late_progress_lost,
     "no compare-and-set": _no_compare_and_set,
     "a joiner takes part before it holds the state": _joiner_takes_part,
+    "most must hold an average, however long": _most_must_hold,
+    "who cannot be reached goes on alone": _out_of_reach,
+    "other parameters are never renewed": _astray_for_good,
+    "one that hangs alone is waited for": _alone_and_hung,
+    "whom most contradict stays": _the_wrong_one_stays,
+    "a store's loss is not mended": _loss_is_not_mended,
+    "revisions outlive the store's loss": _revisions_outlive_the_store,
+    "what a process before had shown is forgotten": _earlier_process_forgotten,
 }
 
 

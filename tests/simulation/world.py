@@ -74,6 +74,7 @@ class Store:
         self.epoch = 1  # a connection does not outlive the server's death, nor does what is under way on it
         self.values: dict[str, tuple[bytes, int]] = {}
         self.revision = 0
+        self._log: list[tuple[str, tuple[bytes, int] | None]] = []  # keys written, with what had stood there
         self.watchers: dict[str, Callable[[str, bytes, int], None]] = {}
         self.on_write: Callable[[str, bytes], None] = lambda _key, _value: None
 
@@ -102,6 +103,7 @@ class Store:
     def _set(self, key: str, value: bytes) -> None:
         self.revision += 1
         revision = self.revision
+        self._log.append((key, self.values.get(key)))
         self.values[key] = (value, revision)
         self.on_write(key, value)
         for who in list(self.watchers):
@@ -110,9 +112,18 @@ class Store:
     def stop(self) -> None:
         self.up = False
 
-    def restart(self) -> None:
-        if not self.up:
-            self.up, self.epoch = True, self.epoch + 1
+    def restart(self, lost: int = 0) -> None:
+        """lost: so many of the last writes are gone, as after a power cut under a server that does not write through to its disk."""
+        if self.up:
+            return
+        self.up, self.epoch = True, self.epoch + 1
+        for _ in range(min(lost, len(self._log))):
+            key, before = self._log.pop()
+            self.revision -= 1
+            if before is None:
+                del self.values[key]
+            else:
+                self.values[key] = before
 
     def _notify(self, who: str, key: str, value: bytes, revision: int) -> None:
         epoch = self.epoch

@@ -18,6 +18,7 @@ from isles.protocol import (
     Phase,
     Propose,
     ReadyRecord,
+    Renew,
     RoundRecord,
     WriteDone,
     WriteReady,
@@ -124,10 +125,37 @@ def test_further_behind_catches_up() -> None:
     assert decide(table.view(), local(applied=3), RULES) == [CatchUp(7)]
 
 
-def test_an_old_record_asks_for_nothing() -> None:
+def test_a_store_that_lost_its_last_writes_is_told_what_was_applied() -> None:
     table = Table("a")
     table.round(RoundRecord(0, 3, Phase.COMMITTED, digest=DIGEST))
-    assert decide(table.view(), local(applied=5), RULES) == []
+    (action,) = decide(table.view(), local(applied=5), RULES)
+    assert isinstance(action, Propose) and action.revision == table.board.rounds[0].revision
+    assert (action.record.number, action.record.phase, action.record.base) == (6, Phase.TRAIN, BASE)
+    assert action.record.attempt > 1000  # what stands of the attempts before counts for none of these
+    assert decide(table.view(), local(applied=5), RULES, may_propose=False) == []
+
+
+def test_an_empty_store_begins_after_the_last_round_that_was_applied() -> None:
+    (action,) = decide(Table("a").view(), local(applied=5), RULES)
+    assert isinstance(action, Create) and (action.record.number, action.record.phase) == (6, Phase.TRAIN)
+
+
+def test_a_cluster_with_other_parameters_than_the_round_gets_them_anew() -> None:
+    table = Table("b", "c")
+    record = table.exchange("b", "c")
+    table.round(replace(record, number=4, base=OTHER))
+    actions = decide(table.view(), local(applied=3), RULES)
+    assert Renew(3, OTHER) in actions and not any(isinstance(a, Begin) for a in actions)
+
+
+def test_what_the_process_before_had_shown_is_in_the_round() -> None:
+    table = Table("a", "b")
+    record = table.exchange("a", "b")
+    table.round(replace(record, phase=Phase.COMMITTED, digest=DIGEST))
+    again = local(incarnation=incarnation("a", 2), held=frozenset({(1, DIGEST)}))
+    assert decide(table.view(), again, RULES) == [Apply(1, DIGEST, contributed=False)]
+    kept = replace(again, exposed=(1, incarnation("a")))
+    assert decide(table.view(), kept, RULES) == [Apply(1, DIGEST, contributed=True)]
 
 
 def test_who_may_not_propose_does_not() -> None:

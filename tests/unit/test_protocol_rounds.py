@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.protocol import BASE, DIGEST, OTHER, RULES, Table, incarnation, names
 
-from isles.protocol import LEASE, Phase, RoundRecord, Rules, State
+from isles.protocol import LEASE, Phase, RoundRecord, Rules, State, pack
 from isles.protocol.board import SUSPICION
 
 
@@ -128,6 +128,78 @@ def test_one_cluster_alone_needs_nobody_to_reach_it() -> None:
     table.member("a", address=None)
     table.ready("a")
     assert names(table.next()) == ["a"]
+
+
+def test_who_cannot_be_reached_does_not_go_on_without_those_who_can() -> None:
+    table = opened("b")
+    table.member("a", address=None)
+    table.ready("a")
+    table.now += LEASE + 0.1
+    table.refresh("a")
+    assert table.next() is None
+    table.member("b", State.LEAVING)
+    assert names(table.next()) == ["a"]
+
+
+def test_an_average_that_nobody_could_get_is_not_committed() -> None:
+    table = Table("a")
+    table.member("b", address=None), table.member("c", address=None)
+    table.exchange("a", "b", "c")
+    table.done("b"), table.done("c")
+    assert table.next() is None
+    table.done("a")
+    committed = table.next()
+    assert committed is not None and committed.phase is Phase.COMMITTED
+
+
+def test_who_makes_no_progress_is_waited_for_as_long_as_the_first_needed_and_a_lease() -> None:
+    table = Table("a", "b")
+    table.exchange("a", "b")
+    table.now += 20
+    table.refresh("a", "b")
+    table.done("a")
+    table.now += 19.9
+    table.refresh("a", "b")
+    assert table.next() is None
+    table.now += 0.2
+    committed = table.next()
+    assert committed is not None and committed.phase is Phase.COMMITTED and names(committed) == ["a", "b"]
+
+
+def test_a_participant_that_hangs_alone_does_not_hold_up_others() -> None:
+    table = Table("a", "b")
+    record = table.exchange("a", "b")
+    table.round(replace(record, attempt=1, participants=record.participants[:1]))
+    table.now += 10 + LEASE - 0.1
+    table.refresh("a", "b")
+    assert table.next() is None
+    table.now += 0.2
+    back = table.next()
+    assert back is not None and (back.phase, back.attempt, back.base) == (Phase.TRAIN, 2, BASE)
+
+
+def test_whom_most_contradict_is_not_in_the_next_attempt() -> None:
+    table = Table("a", "b", "c")
+    table.exchange("a", "b", "c")
+    table.done("a"), table.done("b", digest="e" * 64), table.done("c")
+    assert names(table.next()) == ["a", "c"]
+
+
+def test_a_cluster_with_other_parameters_is_not_waited_for() -> None:
+    table = Table("a", "b", "c")
+    table.round(RoundRecord(0, 3, Phase.COMMITTED, base=BASE, digest=DIGEST))
+    for cluster in "abc":
+        table.ready(cluster, 4, base=OTHER if cluster == "a" else BASE)
+    assert names(table.next()) == ["b", "c"]
+
+
+def test_after_the_store_was_away_what_it_says_holds() -> None:
+    table = Table("a")
+    record = table.exchange("a")
+    table.board.disconnected(table.now)
+    table.board.connected(table.now + 5)
+    table.board.put("rounds.0", pack(replace(record, phase=Phase.TRAIN)), 1, table.now + 5)
+    assert table.board.rounds[0].revision == 1 and table.board.rounds[0].record.phase is Phase.TRAIN
 
 
 def test_a_round_is_committed_when_most_hold_the_same_average() -> None:

@@ -8,8 +8,9 @@ count, and once it is back every member gets a whole lease before it is judged.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from isles.errors import RecordError
 from isles.protocol.records import DoneRecord, MemberRecord, ReadyRecord, RoundRecord, parse
@@ -67,10 +68,15 @@ class Board:
             self._lost_at = now
 
     def connected(self, now: float) -> None:
-        """The store is back: the time without it did not count, and members have had no chance to refresh."""
+        """The store is back: the time without it did not count, and members have had no chance to refresh.
+
+        What it says now holds, whatever it had said before: a store may have lost its last writes, and count its revisions anew from
+        there. The caller reads everything again."""
         if self._lost_at is None:
             return
         away, self._lost_at = now - self._lost_at, None
+        for seen in self._all():
+            seen.revision = 0
         for member in self.members.values():
             member.since = now
         for round_ in self.rounds.values():
@@ -79,6 +85,14 @@ class Board:
             ready.since += away
         for done in (seen for table in self.done.values() for seen in table.values()):
             done.since += away
+
+    def _all(self) -> Iterator[Seen[Any]]:
+        yield from self.members.values()
+        yield from self.rounds.values()
+        for ready in self.ready.values():
+            yield from ready.values()
+        for done in self.done.values():
+            yield from done.values()
 
     def view(self, fragment: int, now: float) -> View:
         """One fragment's records as they stand now."""
@@ -120,5 +134,8 @@ def _take(
     seen = table.get(key)  # type: ignore[call-overload]
     if seen is not None and seen.revision >= revision:
         return False
+    if seen is not None and seen.revision == 0 and seen.record == record:
+        seen.revision = revision  # read again after the store was away: it has stood all the while
+        return True
     table[key] = Seen(record, revision, now)  # type: ignore[index]
     return True

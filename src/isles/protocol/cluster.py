@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isles.protocol.board import View
-from isles.protocol.records import DoneRecord, Phase, ReadyRecord, RoundRecord
+from isles.protocol.records import DoneRecord, Participant, Phase, ReadyRecord, RoundRecord
 from isles.protocol.rounds import Rules, first_round, next_round
 
 
@@ -28,7 +28,9 @@ class Local:
     """What a cluster holds of one fragment.
 
     applied: the last round in its global parameters; base: their digest. prepared: its frozen contribution to round applied + 1.
-    attempt: the exchange it takes part in. held: (round, digest) of the whole encoded averages on its disk."""
+    attempt: the exchange it takes part in. held: (round, digest) of the whole encoded averages on its disk. exposed: the last round in
+    whose exchange `prepared` was shown, and by which process; workers, and what they prepared, may outlive the agent. (0, "") for a
+    contribution that was never shown: one that was made anew must not pass for the one that was lost."""
 
     cluster: str
     incarnation: str
@@ -37,6 +39,12 @@ class Local:
     prepared: ReadyRecord | None = None
     attempt: Attempt | None = None
     held: frozenset[tuple[int, str]] = frozenset()
+    exposed: tuple[int, str] = (0, "")
+
+    def is_in(self, number: int, participants: tuple[Participant, ...]) -> bool:
+        """Whether what it had prepared is in a round of these participants, shown by this process or by the one before."""
+        shown = {self.incarnation} | ({self.exposed[1]} if self.exposed[0] == number else set())
+        return any(p.cluster == self.cluster and p.incarnation in shown for p in participants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +108,30 @@ class CatchUp:
     round: int
 
 
-Action = Create | Propose | WriteReady | WriteDone | Begin | Cease | Apply | Fetch | CatchUp
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """The cluster's global parameters are not those that the others hold after round `round` (a memory or a disk failed): get them anew,
+    those of digest `base` or of a later round."""
+
+    round: int
+    base: str
+
+
+Action = Create | Propose | WriteReady | WriteDone | Begin | Cease | Apply | Fetch | CatchUp | Renew
 
 
 def decide(view: View, local: Local, rules: Rules, *, may_propose: bool = True) -> list[Action]:
     """What the cluster should do now, in this order. Empty: nothing until something changes or time passes."""
     if view.round is None:
-        return [Create(first_round(view.fragment, local.base))] if may_propose else []
+        return [Create(first_round(view.fragment, local.base, local.applied))] if may_propose else []
     record = view.round.record
     if record.open > local.applied + 1:
         return _behind(record, local)
     if record.open < local.applied + 1:
-        return []  # an older record still stands here; the caller hears of the newer one soon
+        # Either an older record still stands here, and this is refused; or the store has lost what it had said, and the run goes on
+        # from what was applied. The attempt's number is one that nobody has used.
+        lost = first_round(view.fragment, local.base, local.applied, view.round.revision)
+        return [Propose(lost, view.round.revision)] if may_propose and view.round.revision else []
     actions = _train_or_exchange(view, record, local)
     successor = next_round(view, rules) if may_propose else None
     if successor is not None:
@@ -127,9 +147,7 @@ def _behind(record: RoundRecord, local: Local) -> list[Action]:
         return [CatchUp(record.open - 1)]
     number = local.applied + 1
     if (number, digest) in local.held:
-        members = record.participants if committed else record.before
-        mine = any(p.cluster == local.cluster and p.incarnation == local.incarnation for p in members)
-        return [Apply(number, digest, mine)]
+        return [Apply(number, digest, local.is_in(number, record.participants if committed else record.before))]
     attempt = local.attempt
     if attempt is None or attempt.digest is not None:
         return [Fetch(number, digest)]
@@ -140,6 +158,8 @@ def _behind(record: RoundRecord, local: Local) -> list[Action]:
 
 def _train_or_exchange(view: View, record: RoundRecord, local: Local) -> list[Action]:
     actions: list[Action] = []
+    if record.phase is not Phase.COMMITTED and record.base is not None and record.base != local.base:
+        actions.append(Renew(record.open - 1, record.base))
     prepared = local.prepared if local.prepared is not None and local.prepared.round == record.open else None
     mine = record.phase is Phase.EXCHANGE and record.takes(local.cluster, local.incarnation)
     if mine and prepared is not None and record.base == local.base:

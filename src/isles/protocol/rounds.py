@@ -12,6 +12,7 @@ because only one of them replaces the record. Safety rests on three rules that n
     exchange n, attempt a      --- most participants hold the same average ---->  committed n
     exchange n, attempt a      --- a participant is lost or voted out --------->  exchange n, attempt a + 1, with the survivors
     exchange n, attempt a      --- nobody is left who could own a part -------->  train n
+    exchange n, attempt a      --- the last participant hangs, others are ready ->  train n
 
 Time decides only whom to wait for, never what is applied.
 """
@@ -27,6 +28,7 @@ from isles.protocol.board import LEASE, View
 from isles.protocol.parts import chunk_values, plan_parts, replan_parts
 from isles.protocol.records import Participant, Phase, ReadyRecord, RoundRecord, State
 
+AFRESH = 1 << 20  # attempts in a store that had lost what it held count from here, where no earlier attempt has come
 PATIENCE = 2.0  # a cluster that is alive but needs longer than this many times the others' training is not waited for
 
 
@@ -42,9 +44,11 @@ class Rules:
     grace: float = 0.0
 
 
-def first_round(fragment: int, base: str) -> RoundRecord:
-    """The record that a run begins with. base: digest of the initial parameters, which every cluster must share."""
-    return RoundRecord(fragment, 1, Phase.TRAIN, base=base)
+def first_round(fragment: int, base: str, applied: int = 0, revision: int = 0) -> RoundRecord:
+    """The record that a run begins with. base: digest of the initial parameters, which every cluster must share.
+
+    A store that has lost what it held begins with the round after the last that was applied; revision: of what it still shows."""
+    return RoundRecord(fragment, applied + 1, Phase.TRAIN, AFRESH + revision if applied else 0, base=base)
 
 
 def next_round(view: View, rules: Rules) -> RoundRecord | None:
@@ -58,9 +62,10 @@ def next_round(view: View, rules: Rules) -> RoundRecord | None:
 def _close(view: View, record: RoundRecord, rules: Rules) -> RoundRecord | None:
     """Open round -> exchange."""
     ready = _candidates(view, record)
-    expected = {name for name, m in view.members.items() if m.record.state is State.ACTIVE and view.alive(name)}
-    if not ready or (record.open == 1 and len(expected) < rules.start):
+    active = {name for name, m in view.members.items() if m.record.state is State.ACTIVE and view.alive(name)}
+    if not ready or (record.open == 1 and len(active) < rules.start):
         return None
+    expected = active - _astray(view, record, ready)
     if not expected <= ready.keys() and not _waited(view, ready, len(expected), rules):
         return None
     owners = _owners(view, ready)
@@ -92,11 +97,18 @@ def _candidates(view: View, record: RoundRecord) -> dict[str, ReadyRecord]:
         if fits and member is not None and member.record.state is not State.JOINING:
             ready[name] = seen.record
     bases = Counter(r.base for r in ready.values())
-    if record.phase is Phase.TRAIN and record.base is not None:
+    if record.phase is not Phase.COMMITTED and record.base is not None:
         base = record.base
     else:  # a cluster whose parameters differ from the others' has a broken memory or disk; it is left out until it has fetched them anew
         base = min(bases, key=lambda b: (-bases[b], b), default="")
     return {name: r for name, r in ready.items() if r.base == base}
+
+
+def _astray(view: View, record: RoundRecord, ready: Mapping[str, ReadyRecord]) -> set[str]:
+    """Clusters that are ready for the open round, but from other parameters than those of `ready`: there is nothing to wait for."""
+    others = {name: seen.record for name, seen in view.ready.items() if name not in ready}
+    bases = {r.base for r in ready.values()}
+    return {n for n, r in others.items() if r.round == record.open and r.base not in bases and view.alive(n, r.incarnation)}
 
 
 def _waited(view: View, ready: Mapping[str, ReadyRecord], expected: int, rules: Rules) -> bool:
@@ -109,13 +121,19 @@ def _waited(view: View, ready: Mapping[str, ReadyRecord], expected: int, rules: 
 
 
 def _owners(view: View, participants: Mapping[str, object]) -> dict[str, float]:
-    """Who can own a part, with the speed of its line in bytes/s. A single participant needs nobody to reach it."""
+    """Who can own a part, with the speed of its line in bytes/s. One that cannot be reached owns only in a run of its own: of
+    what it did alone nobody could ever get hold, and who is back later would be shut out for good."""
     owners = {}
     for name in participants:
         member = view.members[name].record
-        if member.address is not None or len(participants) == 1:
+        if member.address is not None or (len(participants) == 1 and not _anyone_reachable(view)):
             owners[name] = float(min(member.up, member.down))
     return owners
+
+
+def _anyone_reachable(view: View) -> bool:
+    """Whether the run has a member that can be reached from outside, be it gone at the moment."""
+    return any(m.record.address is not None and m.record.state is not State.LEAVING for m in view.members.values())
 
 
 def _after_exchange(view: View, record: RoundRecord) -> RoundRecord | None:
@@ -123,15 +141,55 @@ def _after_exchange(view: View, record: RoundRecord) -> RoundRecord | None:
     alive = [p for p in record.participants if view.alive(p.cluster, p.incarnation)]
     holders = {p.cluster: digest for p in alive if (digest := _held(view, record, p)) is not None}
     digests = set(holders.values())
-    if len(digests) == 1 and 2 * len(holders) > len(alive):
+    if len(digests) == 1 and _enough(view, holders, len(alive)) and _obtainable(view, holders):
         return replace(record, phase=Phase.COMMITTED, digest=digests.pop())
     out = _voted_out(view, record, alive) if not holders else None
     survivors = {p.cluster: p for p in alive if p.cluster != out}
     if len(digests) > 1:  # the same attempt with two results: somebody's memory failed, so it is made again
-        return _retry(view, record, survivors)
-    if len(survivors) == len(record.participants):
+        return _without_the_wrong(view, record, survivors, holders)
+    if len(survivors) == 1 and _hung(view, record):
+        return _reopened(record)
+    if len(survivors) == len(record.participants) and _owners(view, survivors):
         return None
     return _retry(view, record, survivors)
+
+
+def _without_the_wrong(
+    view: View, record: RoundRecord, survivors: Mapping[str, Participant], holders: Mapping[str, str]
+) -> RoundRecord:
+    """The next attempt after two results: without those whom most contradict, else with all who can take part and may tell."""
+    digest, count = Counter(holders.values()).most_common(1)[0]
+    if 2 * count > len(survivors):
+        return _retry(view, record, {n: p for n, p in survivors.items() if holders.get(n, digest) == digest})
+    return _reopened(record) if _outside(view, record) else _retry(view, record, survivors)
+
+
+def _outside(view: View, record: RoundRecord) -> dict[str, ReadyRecord]:
+    """Clusters that could be in the round and are not in this attempt."""
+    names = {p.cluster for p in record.participants}
+    return {name: ready for name, ready in _candidates(view, record).items() if name not in names}
+
+
+def _hung(view: View, record: RoundRecord) -> bool:
+    """Whether a participant that is alone, so that nobody blames it, holds up others: it needs no line, so it should be done by now."""
+    if len(record.participants) > 1 or view.round is None:
+        return False
+    outside = _outside(view, record).values()
+    return bool(outside) and view.stood(view.round) >= median(r.seconds for r in outside) + LEASE
+
+
+def _enough(view: View, holders: Mapping[str, str], alive: int) -> bool:
+    """Whether those who do not hold the average yet need not be waited for: most hold it, or the first has held it for as long as it
+    took to get, and a lease (who is not done by then can fetch it; the holders have it on their disks)."""
+    if 2 * len(holders) > alive:
+        return True
+    held = max(view.stood(view.done[name]) for name in holders)
+    return held >= LEASE and view.round is not None and 2 * held >= view.stood(view.round)
+
+
+def _obtainable(view: View, holders: Mapping[str, str]) -> bool:
+    """Whether others can get the average from somebody who holds it."""
+    return any(view.members[name].record.address is not None for name in holders) or not _anyone_reachable(view)
 
 
 def _held(view: View, record: RoundRecord, participant: Participant) -> str | None:
@@ -164,10 +222,15 @@ def _retry(view: View, record: RoundRecord, survivors: Mapping[str, Participant]
     """The next attempt. Who owned a part and is still there keeps it, with all contributions that it already holds."""
     owners = _owners(view, survivors)
     if not owners:
-        return replace(record, phase=Phase.TRAIN, attempt=record.attempt + 1, participants=(), parts=(), chunk=0)
+        return _reopened(record)
     return replace(
         record,
         attempt=record.attempt + 1,
         participants=tuple(p for p in record.participants if p.cluster in survivors),
         parts=replan_parts(record.parts, owners, len(survivors)),
     )
+
+
+def _reopened(record: RoundRecord) -> RoundRecord:
+    """Back to training for the same round."""
+    return replace(record, phase=Phase.TRAIN, attempt=record.attempt + 1, participants=(), parts=(), chunk=0)
