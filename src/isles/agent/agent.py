@@ -18,11 +18,12 @@ from dataclasses import asdict
 from typing import Any
 
 from isles.agent.catchup import catch_up, offer_of, rounds_of
-from isles.agent.claims import Claims
 from isles.agent.driver import FragmentDriver
 from isles.agent.folder import ClusterFolder, ClusterSettings
 from isles.agent.restore import Restored
+from isles.agent.samples import Samples
 from isles.agent.supervisor import Supervisor
+from isles.agent.tasks import end
 from isles.agent.workers import WorkerLink
 from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange
@@ -31,14 +32,14 @@ from isles.files import write_whole
 from isles.identity import Invite, client_context, peer_name, server_context
 from isles.protocol import BEAT, Board, MemberRecord, Rules, State, pack
 from isles.store import Store
-from isles.worker.link import Claim, HandedOff, Hello, Merge, Need, Start, Stepped, Stop, Stopped
+from isles.worker.link import HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
 
 log = logging.getLogger("isles.agent")
 
 TICK = 0.25  # seconds between looks at what only time changes
-FREE_AFTER = 120.0  # seconds without a sign of life after which a cluster's samples are given to others
 LINGER = 30.0  # seconds that a finished cluster stays for those that are still fetching
 ROUNDS = 8  # of a fragment, after which the outer state is saved at the latest
+SAVING = 600.0  # seconds in which workers save at the run's end before they are made to end
 GRACE = 10.0  # seconds that workers have to save, of the 30 that a container gives
 
 
@@ -52,7 +53,7 @@ class Agent:
         self.board, self.member = Board(), State.JOINING
         self.rules = Rules(
             tuple(stop - start for start, stop in restored.layout.fragments), start=settings.start,
-            quorum=self.spec.clusters.quorum, grace=self._grace(),
+            quorum=self.spec.clusters.quorum, grace=self._grace(), steps=self.spec.run.steps,
         )  # fmt: skip
         self.exchange = Exchange(
             invite.cluster, invite.run, codec=restored.codec, table=self.spec.outer, folder=folder.exchange,
@@ -67,17 +68,21 @@ class Agent:
             record=folder.path / "workers.json",
             log_file=folder.worker_log,
             started=self._workers_started,
+            over=lambda: self._done,
         )
         self.link = WorkerLink(folder.path, alive=lambda: bool(self.supervisor.pids))
         self.link.on_hello, self.link.on_stepped = self._on_hello, self._on_stepped
-        self.link.on_handed_off, self.link.on_need, self.link.on_stopped = self._on_handed_off, self._on_need, self._on_stopped
+        self.link.on_handed_off, self.link.on_stopped = self._on_handed_off, self._on_stopped
+        self.samples = Samples(
+            invite.cluster, len(restored.dataset), store=lambda: self.store, board=self.board, journal=self.journal, give=self.link.claim
+        )  # fmt: skip
+        self.link.on_need = self.samples.need
         self._store: Store | None = None
         self._group: asyncio.TaskGroup | None = None
         self._failure: Exception | None = None
         self.drivers: list[FragmentDriver] = []
         self._woken, self._over = asyncio.Event(), asyncio.Event()
         self.lock, self._catching = asyncio.Lock(), asyncio.Lock()
-        self._needs: asyncio.Queue[Need] = asyncio.Queue()
         self._address, self._beats = "", 0
         self.status: dict[str, Any] = {
             "cluster": invite.cluster,
@@ -86,7 +91,7 @@ class Agent:
             "tokens": 0,
             "stalled": 0.0,
         }
-        self.finished = self._done = self._leaving = False  # _done: the workers have done the run's last step
+        self.finished = self._done = self._leaving = False  # _done: there is nothing left to train
         self._checkpointed = restored.step
         self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
         self._metrics = folder.metrics.open("ab", buffering=0)
@@ -113,11 +118,12 @@ class Agent:
             await self.link.start()  # not before the drivers can take what workers say that were found running
             async with asyncio.TaskGroup() as self._group:
                 group = self._group
-                tasks = [group.create_task(work) for work in (self._follow(), self._beat(), self._drive(), self._serve_needs())]
+                tasks = [
+                    group.create_task(work) for work in (self._follow(), self._beat(), self._drive(), self.samples.serve())
+                ]
                 tasks.append(group.create_task(self._keep_workers()))
                 await self._over.wait()
-                for task in tasks:
-                    task.cancel()
+                await end(tasks)
             if self._failure is not None:
                 raise self._failure
         except BaseExceptionGroup as failures:
@@ -206,8 +212,24 @@ class Agent:
         await self._refresh()
         self._over.set()
 
+    def _is_over(self) -> bool:
+        """Whether the run's last rounds are committed, and in this cluster's global parameters."""
+        rounds = [self.board.rounds.get(index) for index in range(len(self.state.fragments))]
+        return all(
+            seen is not None and self.rules.over(seen.record) and seen.record.number == fragment.applied
+            for seen, fragment in zip(rounds, self.state.fragments, strict=True)
+        )
+
+    async def _end_workers(self) -> None:
+        """The run is over: workers that are behind stop where they are, the others are ending by themselves."""
+        self.link.send(Stop("the run is over"))
+        deadline = time.monotonic() + SAVING
+        while self.link.connected and time.monotonic() < deadline:
+            await asyncio.sleep(TICK)
+        await self.supervisor.stop(GRACE)
+
     async def _finish(self) -> None:
-        """The workers have done the run's last step: stay while others may need something of us."""
+        """The run is over, or the workers have done its last step: stay while others may need something of us."""
         async with self.lock:
             await self.checkpoint()
         self.finished, self.member = True, State.LEAVING
@@ -278,13 +300,18 @@ class Agent:
             if self.member is State.ACTIVE or self.board.rounds:
                 for driver in self.drivers:
                     driver.act(now)
+            if not self._done and self._is_over():
+                log.info("the run is over")
+                self._done = True
+                self.status["step"] = self.spec.run.steps
+                self._background(self._end_workers())
             self._maybe_start()
 
     async def _committed(self, index: int, number: int) -> None:
         """A round was applied: count its samples, save now and then, forget what nobody needs."""
         seen = self.board.rounds.get(index)
         if index == 0 and seen is not None:
-            await self._change_claims(lambda claims: claims.count(seen.record))
+            await self.samples.count(seen.record)
         every = self.spec.checkpoint.every
         step = int(self.status["step"])
         rounds = number - self._kept_from[index]
@@ -320,46 +347,6 @@ class Agent:
             if self.member is State.ACTIVE:
                 self.member = State.JOINING
             await catch_up(self, index, renew=renew)
-
-    # --- samples
-
-    async def _change_claims(self, change: Any) -> Claims:
-        """Change the shared record by compare-and-set until it shows the change. Raises NetworkError."""
-        while True:
-            entry = await self.store.get("ledger")
-            claims = Claims.parse(entry.value) if entry else Claims.empty(len(self.restored.dataset))
-            if not change(claims):
-                return claims
-            data = claims.pack()
-            done = await (self.store.update("ledger", data, entry.revision) if entry else self.store.create("ledger", data))
-            if done is not None:
-                return claims
-
-    async def _serve_needs(self) -> None:
-        """Claim samples for the workers, one claim after the other."""
-        while True:
-            need = await self._needs.get()
-            while need.number == self.journal.taken + 1:
-                try:
-                    await self._give(need)
-                    break
-                except NetworkError as error:
-                    log.warning("%s", error)
-                    await asyncio.sleep(0.5)
-
-    async def _give(self, need: Need) -> None:
-        me, now = self.invite.cluster, time.monotonic()
-        view = self.board.view(0, now)
-        active = [n for n, m in self.board.members.items() if m.record.state is State.ACTIVE and view.alive(n)]
-        gone = [n for n, m in self.board.members.items() if n != me and now - m.since > FREE_AFTER]
-
-        def change(claims: Claims) -> bool:
-            freed = [claims.free(name) for name in gone]
-            return claims.give(me, need.number, dict.fromkeys([*active, me], need.count)) or any(freed)
-
-        claims = await self._change_claims(change)
-        self.journal.claimed(need.number)
-        self.link.claim(Claim(need.number, claims.ranges(me, need.number)))
 
     # --- workers
 
@@ -400,7 +387,7 @@ class Agent:
         hello = self.link.hello
         if hello is None or not hello.fresh or self.link.holding or not self.link.connected or self.member is not State.ACTIVE:
             return
-        if self.lock.locked() or not self._begun():
+        if self._done or self.lock.locked() or not self._begun():
             return
         self.link.holding = True  # from now on rounds wait for what they hold
         self._background(self._start_workers(hello))
@@ -421,7 +408,7 @@ class Agent:
         keep = prepared.ranges if prepared is not None else ()
         async with self.lock:
             try:
-                await self._change_claims(lambda c: c.free(self.invite.cluster, keep, self.journal.taken))
+                await self.samples.give_back(keep)
             except NetworkError as error:
                 log.warning("%s", error)
                 self.link.holding = False
@@ -441,7 +428,7 @@ class Agent:
     def _on_stepped(self, message: Stepped) -> None:
         total = int(self.status["tokens"]) + message.tokens
         self.status |= {
-            "step": message.step,
+            "step": max(message.step, int(self.status["step"])),
             "loss": message.loss,
             "lr": message.lr,
             "tokens": total,
@@ -456,9 +443,6 @@ class Agent:
 
     def _on_handed_off(self, message: HandedOff) -> None:
         self.drivers[message.fragment].handed_off(message.flight)
-
-    def _on_need(self, message: Need) -> None:
-        self._needs.put_nowait(message)
 
     def _on_stopped(self, message: Stopped) -> None:
         self._done = self._done or message.finished

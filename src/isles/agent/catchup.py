@@ -60,7 +60,9 @@ async def catch_up(agent: Agent, index: int, *, renew: bool = False) -> None:
     """Bring a fragment up to the newest round, or all of them by a checkpoint (renew: by that only). Raises NetworkError when nobody can give what is missing."""
     peers = reachable(agent)
     if not peers:
-        raise NetworkError("no other cluster can be reached to catch up from; waiting for one")
+        over = all(agent.rules.over(seen.record) for seen in agent.board.rounds.values())
+        what = "the run is over, and no cluster that holds its result" if over else "no other cluster"
+        raise NetworkError(f"{what} can be reached to catch up from; waiting for one")
     if renew or not await _by_rounds(agent, index, peers):
         await _by_checkpoint(agent, peers)
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from isles.agent.journal import Journal
 from isles.agent.state import OuterState, chunk_bounds
+from isles.agent.tasks import end
 from isles.codec import Codec, rounding_seed
 from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange, Task
@@ -46,6 +47,8 @@ from isles.worker.link import Flight
 
 log = logging.getLogger("isles.agent")
 
+AGAIN = 0.2  # seconds after which something that failed is tried again
+
 
 class Records(Protocol):
     """The store, as the driver needs it."""
@@ -64,8 +67,8 @@ class Workers(Protocol):
     async def release(self, fragment: int) -> bool:
         """Have the workers set their unsent progress apart; False when there are none that hold any."""
 
-    async def merge(self, fragment: int, number: int, *, late: bool, landed: bool) -> None:
-        """Tell the workers that round `number` is in the global parameters."""
+    async def merge(self, fragment: int, number: int, *, late: bool, landed: bool, step: int) -> None:
+        """Tell the workers that round `number` is in the global parameters; step: of the run then, 0 when it is not known."""
 
 
 class FragmentDriver:
@@ -88,6 +91,7 @@ class FragmentDriver:
         self.attempt: Attempt | None = None
         self._exchanging: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._complaints: dict[str, str] = {}  # what each task last failed with; said once
         self._trained_since = time.monotonic()
         self.exchange_seconds = 0.0  # of the last exchange
 
@@ -181,10 +185,14 @@ class FragmentDriver:
             try:
                 await work
             except IslesError as error:
-                log.warning("fragment %d: %s: %s", self.index, name, error)
-                await asyncio.sleep(0.2)  # it will be decided again
+                if self._complaints.get(name) != str(error):
+                    log.warning("fragment %d: %s: %s", self.index, name, error)
+                self._complaints[name] = str(error)
+                await asyncio.sleep(AGAIN)  # it will be decided again
             except Exception as error:
                 self._failed(error)
+            else:
+                self._complaints.pop(name, None)
             finally:
                 self._running.pop(name, None)
                 self._wake()
@@ -280,14 +288,15 @@ class FragmentDriver:
                 self._cease()
             self._trained_since = time.monotonic()
             if told:
-                await self.workers.merge(self.index, number, late=late, landed=landed)
+                seen = self.board.rounds.get(self.index)
+                step = (
+                    seen.record.step if seen is not None and (seen.record.number, seen.record.digest) == (number, digest) else 0
+                )
+                await self.workers.merge(self.index, number, late=late, landed=landed, step=step)
         log.info("fragment %d: round %d applied%s", self.index, number, "" if landed else ", without a contribution of ours")
         await self._committed(self.index, number)
 
     async def close(self) -> None:
         """Stop everything that is under way."""
         self._cease()
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._running.values())

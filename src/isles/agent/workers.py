@@ -103,9 +103,9 @@ class WorkerLink:
                 return True
         return False
 
-    async def merge(self, fragment: int, number: int, *, late: bool, landed: bool) -> None:
+    async def merge(self, fragment: int, number: int, *, late: bool, landed: bool, step: int) -> None:
         self._released.discard(fragment)
-        self.send(Merge(fragment, number, late, landed))
+        self.send(Merge(fragment, number, late, landed, step))
 
     def send(self, message: FromAgent) -> None:
         """Say something, if workers are connected."""

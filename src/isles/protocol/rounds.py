@@ -36,12 +36,17 @@ PATIENCE = 2.0  # a cluster that is alive but needs longer than this many times 
 class Rules:
     """What a run's spec says about rounds. sizes: values of each fragment. start: clusters that must be there before the first round.
     quorum: clusters that must be ready, all when None. grace: how long a round with its quorum stays open, as a share of the time
-    that the ready ones trained."""
+    that the ready ones trained. steps: local steps of the run; nobody begins a round after one in which a cluster has done them. 0: no end."""
 
     sizes: tuple[int, ...]
     start: int = 1
     quorum: int | None = None
     grace: float = 0.0
+    steps: int = 0
+
+    def over(self, record: RoundRecord) -> bool:
+        """Whether a fragment's last round is committed."""
+        return record.phase is Phase.COMMITTED and 0 < self.steps <= record.step
 
 
 def first_round(fragment: int, base: str, applied: int = 0, revision: int = 0) -> RoundRecord:
@@ -61,6 +66,8 @@ def next_round(view: View, rules: Rules) -> RoundRecord | None:
 
 def _close(view: View, record: RoundRecord, rules: Rules) -> RoundRecord | None:
     """Open round -> exchange."""
+    if rules.over(record):
+        return None
     ready = _candidates(view, record)
     active = {name for name, m in view.members.items() if m.record.state is State.ACTIVE and view.alive(name)}
     if not ready or (record.open == 1 and len(active) < rules.start):

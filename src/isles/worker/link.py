@@ -131,12 +131,13 @@ class Release:
 @dataclass(frozen=True)
 class Merge:
     """Round `round` is in the global parameters. late: the workers' progress was set apart for it (Release). landed: what was handed off is
-    in it."""
+    in it. step: of the participant that was furthest on, 0 when it is not known."""
 
     fragment: int
     round: int
     late: bool
     landed: bool
+    step: int = 0
 
 
 @dataclass(frozen=True)

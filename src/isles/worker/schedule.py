@@ -8,7 +8,7 @@ whatever the network does; when it is late, the workers stand still, and that is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isles.spec import Spec
@@ -82,12 +82,23 @@ class Schedule:
         fragment.need = self._spec.train.local_steps_at(self.step)
         return fragment.flight
 
-    def merged(self, index: int, number: int, *, landed: bool) -> None:
-        """A round is merged. landed: what was handed off is in it."""
+    def merged(self, index: int, number: int, *, landed: bool, step: int = 0) -> None:
+        """A round is merged. landed: what was handed off is in it. step: of the run, as the round has it.
+
+        A cluster that is behind goes on from there: its learning rate is that of the others, and it ends when they do."""
         fragment = self.fragments[index]
         fragment.merged = number
+        self._skip(step - (self.step if fragment.flight is None else fragment.flight.step))
         if landed:
             fragment.flight, fragment.foreign = None, False
+
+    def _skip(self, steps: int) -> None:
+        """Count `steps` that others have done."""
+        if steps > 0:
+            self.step += steps
+            for fragment in self.fragments:
+                if fragment.flight is not None:
+                    fragment.flight = replace(fragment.flight, step=fragment.flight.step + steps)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; only for a moment in which nothing is under way."""

@@ -235,7 +235,7 @@ class Session:
             self._parameters.subtract(sent, first, stop)
             self._parameters.add(g, first, stop)
         self._released.discard(index)
-        self.schedule.merged(index, max(merge.round, fragment.merged), landed=merge.landed)
+        self.schedule.merged(index, max(merge.round, fragment.merged), landed=merge.landed, step=merge.step)
         self._link.send(Merged(index, merge.round))
 
     # --- hearing
