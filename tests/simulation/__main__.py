@@ -48,9 +48,9 @@ def campaign(seeds: int, start: int, jobs: int) -> int:
     return 1 if failed else 0
 
 
-def find_mutations(seeds: int) -> int:
+def find_mutations(names: list[str], seeds: int) -> int:
     missed = 0
-    for name in MUTATIONS:
+    for name in names or MUTATIONS:
         with planted(name):
             found = next((s for s in range(seeds) if fails(s)), None)
         missed += found is None
@@ -73,12 +73,18 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--replay", type=int)
-    parser.add_argument("--mutations", action="store_true")
+    parser.add_argument(
+        "--mutations", nargs="*", metavar="NAME", choices=[*MUTATIONS, []], help="all of them when none is named"
+    )
     given = parser.parse_args()
     if given.replay is not None:
         print(play(given.replay, trace=True))
         return 0
-    return find_mutations(given.seeds) if given.mutations else campaign(given.seeds, given.start, given.jobs)
+    return (
+        find_mutations(given.mutations, given.seeds)
+        if given.mutations is not None
+        else campaign(given.seeds, given.start, given.jobs)
+    )
 
 
 if __name__ == "__main__":

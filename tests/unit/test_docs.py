@@ -69,7 +69,8 @@ def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
         if words[0] == "isles":
             words = [sys.executable, "-m", *words]
         elif words[:3] == ["python", "-m", "tests.simulation"]:
-            words = [sys.executable, *words[1:], "--seeds", "200", "--jobs", "1"]
+            one = ["apply before commit"] if words[-1] == "--mutations" else []
+            words = [sys.executable, *words[1:], *one, "--seeds", "200", "--jobs", "1"]
         elif words[0] == "python":
             words = [sys.executable, str(ROOT / words[1]), "--help"]  # measurements are long: their options must parse
         else:

@@ -10,7 +10,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Coroutine
@@ -25,19 +28,21 @@ from isles.agent.samples import Samples
 from isles.agent.supervisor import Supervisor
 from isles.agent.tasks import end
 from isles.agent.workers import WorkerLink
-from isles.errors import IslesError, NetworkError
+from isles.errors import DivergedError, IslesError, NetworkError
 from isles.exchange import Exchange
 from isles.exchange.state import StateServer
 from isles.files import write_whole
 from isles.identity import Invite, client_context, peer_name, server_context
-from isles.protocol import BEAT, Board, MemberRecord, Rules, State, pack
+from isles.protocol import BEAT, Board, FiguresRecord, MemberRecord, Rules, State, pack
 from isles.store import Store
 from isles.worker.link import HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
 
 log = logging.getLogger("isles.agent")
 
 TICK = 0.25  # seconds between looks at what only time changes
+FIGURES = 5  # beats between two reports for people
 LINGER = 30.0  # seconds that a finished cluster stays for those that are still fetching
+SPOILS = 3  # contributions in a row that are not finite, after which the cluster gives up
 ROUNDS = 8  # of a fragment, after which the outer state is saved at the latest
 SAVING = 600.0  # seconds in which workers save at the run's end before they are made to end
 GRACE = 10.0  # seconds that workers have to save, of the 30 that a container gives
@@ -86,12 +91,15 @@ class Agent:
         self._address, self._beats = "", 0
         self.status: dict[str, Any] = {
             "cluster": invite.cluster,
+            "pid": os.getpid(),
             "step": restored.step,
             "state": "joining",
             "tokens": 0,
             "stalled": 0.0,
         }
         self.finished = self._done = self._leaving = False  # _done: there is nothing left to train
+        self.trouble = ""  # what a person should know of, in a sentence
+        self._spoils = 0  # contributions in a row that were not finite
         self._checkpointed = restored.step
         self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
         self._metrics = folder.metrics.open("ab", buffering=0)
@@ -177,6 +185,7 @@ class Agent:
                 state=self.state, codec=self.restored.codec, table=self.spec.outer, rules=self.rules, board=self.board,
                 store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self.lock,
                 wake=self._woken.set, committed=self._committed, catch_up=self._catch_up, failed=self._fail,
+                spoiled=self._spoiled,
             )
             for index in range(len(self.state.fragments))
         ]  # fmt: skip
@@ -280,6 +289,18 @@ class Agent:
         )  # fmt: skip
         with contextlib.suppress(NetworkError):
             await self.store.put(f"members.{self.invite.cluster}", pack(record))
+            if self._beats % FIGURES == 0 or self.member is State.LEAVING:
+                await self.store.put(f"figures.{self.invite.cluster}", pack(self._figures()))
+
+    def _figures(self) -> FiguresRecord:
+        """How the cluster does, for people."""
+        counters, loss = self.exchange.counters.as_dict(), self.status.get("loss")
+        return FiguresRecord(
+            self.invite.cluster, loss if loss is not None and math.isfinite(loss) else None, int(self.status["tokens"]),
+            float(self.status.get("trained_seconds", 0.0)), float(self.status["stalled"]),
+            tuple(round(d.exchange_seconds, 3) for d in self.drivers), sum(counters["up"].values()), sum(counters["down"].values()),
+            self.trouble[:500],
+        )  # fmt: skip
 
     def _in_step(self) -> bool:
         """Whether the cluster holds the state of every open round, as far as the store has been read."""
@@ -312,6 +333,8 @@ class Agent:
         seen = self.board.rounds.get(index)
         if index == 0 and seen is not None:
             await self.samples.count(seen.record)
+        last = self.journal.last(index)
+        self._spoils = 0 if last is not None and last.landed else self._spoils
         every = self.spec.checkpoint.every
         step = int(self.status["step"])
         rounds = number - self._kept_from[index]
@@ -366,6 +389,18 @@ class Agent:
         if self.link.holding:
             log.info("the workers begin anew: %s", why)
             await self.supervisor.restart()
+
+    async def _spoiled(self, index: int, position: int) -> None:
+        """What the workers handed off is not finite: they begin anew, with fresh moments. The agent ends when it goes on like that."""
+        self._spoils += 1
+        name = self.restored.layout.name_at(position)
+        what = f"fragment {index}: the parameter {name} that the workers handed off is not finite"
+        if self._spoils > SPOILS:
+            self._fail(DivergedError(f"{what}, for the {self._spoils}th time in a row; lower optimizer.lr, or outer.lr"))
+            return
+        log.error("%s, so it is sent to nobody; the workers begin anew from the global parameters", what)
+        await self.begin_anew("what they trained is not finite")
+        shutil.rmtree(self.folder.path / "worker", ignore_errors=True)
 
     def _on_hello(self, hello: Hello) -> None:
         if hello.layout != self.restored.layout.digest():
@@ -455,6 +490,7 @@ class Agent:
             "digests": [f.digest for f in self.state.fragments], "connected": self.store.connected, "time": time.time(),
             "exchange_seconds": [round(d.exchange_seconds, 3) for d in self.drivers], "address": self._address,
             "bytes_up": sum(counters["up"].values()), "bytes_down": sum(counters["down"].values()), "workers": self.supervisor.pids,
+            "trouble": self.trouble,
         }  # fmt: skip
         with contextlib.suppress(OSError):
             write_whole(self.folder.status, json.dumps(self.status).encode(), durable=False)

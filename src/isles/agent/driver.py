@@ -16,7 +16,7 @@ from typing import Protocol
 from isles.agent.journal import Journal
 from isles.agent.state import OuterState, chunk_bounds
 from isles.agent.tasks import end
-from isles.codec import Codec, rounding_seed
+from isles.codec import Codec, NonFiniteError, rounding_seed
 from isles.errors import IslesError, NetworkError
 from isles.exchange import Exchange, Task
 from isles.outer import contribution_weights
@@ -79,14 +79,16 @@ class FragmentDriver:
         self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, table: OuterTable,
         rules: Rules, board: Board, store: Records, exchange: Exchange, workers: Workers, journal: Journal, lock: asyncio.Lock,
         wake: Callable[[], None], committed: Callable[[int, int], Awaitable[None]], catch_up: Callable[[int, bool], Awaitable[None]],
-        failed: Callable[[Exception], None],
+        failed: Callable[[Exception], None], spoiled: Callable[[int, int], Awaitable[None]],
     ) -> None:  # fmt: skip
         self.index, self.cluster, self.incarnation, self.run, self.seed = index, cluster, incarnation, run, seed
         self.state, self.codec, self.table, self.rules, self.board = state, codec, table, rules, board
         self.store, self.exchange, self.workers, self.journal, self._lock = store, exchange, workers, journal, lock
         self._wake, self._committed, self._catch_up, self._failed = wake, committed, catch_up, failed
+        self._spoiled = spoiled
         self.start, self.stop = state.layout.fragments[index]
         self.prepared: ReadyRecord | None = None
+        self._sound = True  # whether what is prepared was checked
         self.own = False  # whether the workers that train now are those that handed `prepared` off
         self.attempt: Attempt | None = None
         self._exchanging: asyncio.Task[None] | None = None
@@ -107,10 +109,12 @@ class FragmentDriver:
         held = frozenset(self.exchange.averages.held(self.index))
         row = self.journal.fragments[self.index]
         exposed = row.exposed, row.incarnation
-        return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, self.prepared, attempt, held, exposed)
+        prepared = self.prepared if self._sound else None
+        return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, prepared, attempt, held, exposed)
 
     def handed_off(self, flight: Flight) -> None:
-        """The workers have written their parameters of this fragment into the shared file. Raises NonFiniteError when they are no numbers."""
+        """The workers have written their parameters of this fragment into the shared file. Nobody is told before they are checked."""
+        self._sound = False
         fragment = self.state.fragments[self.index]
         self.prepared = ReadyRecord(
             fragment.applied + 1, self.incarnation, fragment.digest, tokens=flight.tokens, step=flight.step,
@@ -118,6 +122,16 @@ class FragmentDriver:
         )  # fmt: skip
         self.own = True
         self._wake()
+
+    async def _check(self) -> None:
+        """See that what was handed off are numbers; what is not never leaves this machine."""
+        try:
+            await asyncio.to_thread(self.state.check, self.codec, self.index)
+        except NonFiniteError as error:
+            self.prepared = None
+            await self._spoiled(self.index, error.index)
+        else:
+            self._sound = True
 
     def workers_gone(self) -> None:
         """The workers began anew: what is prepared is still good, but not theirs."""
@@ -144,6 +158,8 @@ class FragmentDriver:
         """Carry out what is to be done now."""
         if "apply" in self._running or "catch-up" in self._running:
             return
+        if self.prepared is not None and not self._sound:
+            self._once("check", self._check())
         may_propose = self.store.connected
         for action in decide(self.board.view(self.index, now), self.local(), self.rules, may_propose=may_propose):
             self._carry_out(action)

@@ -15,7 +15,11 @@ agent.log, worker.log
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +93,22 @@ class ClusterFolder:
     @property
     def worker_log(self) -> Path:
         return self.path / "worker.log"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other agents from working in the folder meanwhile. Raises UsageError when one does."""
+        handle = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise UsageError(f"another agent is at work in {self.path}; have it leave with: isles leave {self.path}") from error
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield
+        finally:
+            os.close(handle)
 
     def write_settings(self, settings: ClusterSettings) -> None:
         """Raises UsageError when the folder cannot be written."""

@@ -21,6 +21,11 @@ log = logging.getLogger("isles.agent")
 async def serve(path: Path) -> None:
     """Run the agent of a cluster's folder until the run is over for it, or SIGTERM or SIGINT tells it to leave. Raises IslesError."""
     folder = ClusterFolder(path)
+    with folder.held():
+        await _serve(folder)
+
+
+async def _serve(folder: ClusterFolder) -> None:
     settings, invite = folder.read_settings(), Invite.load(folder.invite)
     invite.check_dates()
     restored = await asyncio.to_thread(restore, folder, settings)

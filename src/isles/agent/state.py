@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from isles.codec import CHUNK_VALUES, Codec
+from isles.codec import CHUNK_VALUES, Codec, check_encodable
 from isles.errors import CheckpointError
 from isles.model import Layout
 from isles.outer import outer_optimizer
@@ -63,6 +63,13 @@ class OuterState:
         where = slice(start + first, start + stop)
         residual = None if self.residual is None else self.residual[where]
         return codec.encode(self.globals[where], self.sent[where], offset=start + first, seed=seed, residual=residual, out=out)
+
+    def check(self, codec: Codec, fragment: int) -> None:
+        """Whether what the cluster handed off can be encoded, before anybody is told of it. Raises NonFiniteError. Safe in any thread."""
+        start, stop = self.layout.fragments[fragment]
+        for first in range(start, stop, CHUNK_VALUES):
+            where = slice(first, min(first + CHUNK_VALUES, stop))
+            check_encodable(self.globals[where], self.sent[where], first, codec.name)
 
     def apply(self, fragment: int, number: int, chunks: Iterable[Floats], *, shift: bool) -> str:
         """The outer step of a committed round.

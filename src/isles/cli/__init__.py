@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
 import typer
 
-from isles.cli import compare, data, init, model, simulate, up
+from isles.cli import compare, data, init, join, model, organise, simulate, status, up
 from isles.cli.common import Stopped, complain, err, flush, forget, open_standard_files, print_any_character
 from isles.errors import EXIT_INTERRUPTED, IslesError, UsageError
 
@@ -25,6 +26,9 @@ init.register(app)
 data.register(app)
 simulate.register(app)
 up.register(app)
+organise.register(app)
+join.register(app)
+status.register(app)
 compare.register(app)
 model.register(app)
 
@@ -40,6 +44,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Entry point of `isles`."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every TLS connection that the other side closes
     open_standard_files()
     print_any_character()
     try:

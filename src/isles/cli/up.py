@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,7 +98,6 @@ def _run(spec: Spec, spec_path: Path, folder: Path, *, quiet: bool) -> tuple[Sum
     from isles.data import open_or_prepare
     from isles.simulator import RunFolder
 
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with stop_on_signals() as stop, RunFolder(folder).held():

@@ -9,7 +9,7 @@ format: the bytes. codecs: what one calls. kernels, sparse: compiled loops, comp
 """
 
 from isles.codec.codecs import Codec, check, decode, decode_accumulate, get_codec
-from isles.codec.errors import NonFiniteError
+from isles.codec.errors import NonFiniteError, check_encodable
 from isles.codec.format import CHUNK_VALUES, Chunk, ChunkHeader, read_header
 from isles.codec.seeds import rounding_seed
 
@@ -20,6 +20,7 @@ __all__ = [
     "Codec",
     "NonFiniteError",
     "check",
+    "check_encodable",
     "decode",
     "decode_accumulate",
     "get_codec",

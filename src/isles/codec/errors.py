@@ -22,6 +22,13 @@ class NonFiniteError(CodecError):
         self.value = value
 
 
+def check_encodable(g: NDArray[np.float32], x: NDArray[np.float32], offset: int, codec: CodecName) -> None:
+    """Raises NonFiniteError when `codec` refuses a value of g - x (fp32, shape [n], from `offset` of the flat layout)."""
+    d = g - x
+    if (d.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(initial=0) > LARGEST_BITS[codec]:
+        raise first_refused(d, offset, codec)
+
+
 def first_refused(values: NDArray[np.float32], offset: int, codec: CodecName) -> NonFiniteError:
     """The error that names the first value of `values` (fp32, shape [n]; one of them is refused) which `codec` cannot carry."""
     bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)

@@ -25,6 +25,7 @@ from isles.protocol.cluster import (
 )
 from isles.protocol.records import (
     DoneRecord,
+    FiguresRecord,
     MemberRecord,
     Part,
     Participant,
@@ -50,6 +51,7 @@ __all__ = [
     "Create",
     "DoneRecord",
     "Fetch",
+    "FiguresRecord",
     "Local",
     "MemberRecord",
     "Part",

@@ -4,6 +4,7 @@
     rounds.<fragment>                 RoundRecord    written by whoever is first, by compare-and-set
     ready.<fragment>.<cluster>        ReadyRecord    written by that cluster only
     done.<fragment>.<cluster>         DoneRecord     written by that cluster only
+    figures.<cluster>                 FiguresRecord  written by that cluster only, for people; nothing is decided by it
 
 A record comes from another machine, so nothing of it is believed: `parse` bounds every length and every number before a value
 exists. Records are frozen and compare by value; they hold no clock, because no clock is compared between machines.
@@ -28,6 +29,7 @@ Incarnation = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62, strict=True)]
 Range = tuple[Count, Count]
+Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 
 
 class Phase(StrEnum):
@@ -139,15 +141,32 @@ class RoundRecord:
         return any(p.cluster == cluster and p.incarnation == incarnation for p in self.participants)
 
 
-Record = TypeVar("Record", MemberRecord, ReadyRecord, DoneRecord, RoundRecord)
+@dataclass(frozen=True, slots=True)
+class FiguresRecord:
+    """How a cluster does. loss: of its last local step, nats per token. tokens: trained since its agent started. seconds: spent in local steps,
+    waiting included; stalled: of these, waiting for a round. exchange_seconds: of the last exchange, one a fragment. bytes_up, bytes_down:
+    since its agent started. trouble: a sentence for people, empty when all is well."""
+
+    cluster: Name
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    tokens: Count = 0
+    seconds: Seconds = 0.0
+    stalled: Seconds = 0.0
+    exchange_seconds: Annotated[tuple[Seconds, ...], Field(max_length=MAX_CLUSTERS)] = ()
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    trouble: Annotated[str, Field(max_length=500)] = ""
+
+
+Record = TypeVar("Record", MemberRecord, ReadyRecord, DoneRecord, RoundRecord, FiguresRecord)
 
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {
-    kind: TypeAdapter(kind) for kind in (MemberRecord, ReadyRecord, DoneRecord, RoundRecord)
+    kind: TypeAdapter(kind) for kind in (MemberRecord, ReadyRecord, DoneRecord, RoundRecord, FiguresRecord)
 }
 
 
-def pack(record: MemberRecord | ReadyRecord | DoneRecord | RoundRecord) -> bytes:
+def pack(record: MemberRecord | ReadyRecord | DoneRecord | RoundRecord | FiguresRecord) -> bytes:
     """A record as JSON."""
     return _ADAPTERS[type(record)].dump_json(record)
 

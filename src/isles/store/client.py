@@ -32,8 +32,13 @@ log = logging.getLogger("isles.store")
 DEADLINE = 3.0  # seconds for an operation
 REREAD = 15.0  # seconds between two readings of everything
 MAX_VALUE = 1 << 20
+HANG_UPS = 3  # a server that lets somebody not in may hang up before its reason was read; asked again it is
 CONFLICTS = (10071, 10164)  # JetStream: another write of this key was first
 _FAILURES = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
+
+
+class _HungUp(Exception):
+    """The server closed the connection before its reason was read."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,15 @@ class Store:
     @classmethod
     async def connect(cls, urls: Sequence[str], user: StoreUser, context: ssl.SSLContext, *, patience: float = 10.0) -> Store:
         """Connect to any of the members. Raises NetworkError when none answers, or lets this user in, within `patience` seconds."""
+        for _ in range(HANG_UPS):
+            with contextlib.suppress(_HungUp):
+                return await cls._connect(urls, user, context, patience)
+        raise NetworkError(
+            f"the store at {' or '.join(urls)} hangs up; the invite may be of another run, or the network cuts it off"
+        )
+
+    @classmethod
+    async def _connect(cls, urls: Sequence[str], user: StoreUser, context: ssl.SSLContext, patience: float) -> Store:
         key, client = Nkey.from_seed(user.seed), Client()
         store = cls(client, urls)
 
@@ -85,6 +99,8 @@ class Store:
         except (*_FAILURES, ssl.SSLError) as error:
             with contextlib.suppress(Exception):
                 await client.close()
+            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                raise _HungUp from error
             raise NetworkError(f"the store at {' or '.join(urls)} cannot be used: {_why(store._said or str(error))}") from error
         return store
 
@@ -153,6 +169,22 @@ class Store:
         except _FAILURES as error:
             raise self._failure(f"writing {key}", error) from error
         return int(acknowledged.seq)
+
+    async def everything(self) -> list[Entry]:
+        """Every record as it stands. Raises NetworkError."""
+        try:
+            watcher: Any = await (await self._bucket()).watchall()
+            entries = []
+            try:
+                while (entry := await asyncio.wait_for(watcher._updates.get(), DEADLINE)) is not None:
+                    if entry.operation is None:
+                        entries.append(Entry(entry.key, entry.value or b"", int(entry.revision)))
+            finally:
+                with contextlib.suppress(Exception):
+                    await watcher.stop()
+        except _FAILURES as error:
+            raise self._failure("reading the run's record", error) from error
+        return entries
 
     async def watch(self) -> AsyncIterator[Entry]:
         """Every record that stands and every change, for ever. The same entry may come more than once, and older ones after newer ones:
