@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from isles.errors import UsageError
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
@@ -32,3 +37,23 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def held(path: Path, lock: str | None = None) -> Iterator[None]:
+    """Keep other processes from working in a folder meanwhile. lock: a file in it to do that by, the folder itself when left out.
+
+    Raises UsageError when another process does."""
+    where = path if lock is None else path / lock
+    handle = os.open(where, os.O_RDONLY if lock is None else os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UsageError(f"another process is at work in {path}; wait for it, or choose another folder") from error
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,9 +52,69 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"# Page {i}\n\n" + "An island is land with water all around it. " * 40
         )
     subprocess.run([sys.executable, "-m", "isles", "init", str(folder)], check=True, env=_environment(), capture_output=True)
-    text = (folder / "run.toml").read_text().replace('"python:stdlib"', '"docs"')
-    (folder / "run.toml").write_text(text)
+    _little_text(folder, Path("docs"))
     return folder
+
+
+def _little_text(folder: Path, docs: Path) -> None:
+    """Let the run.toml in a folder train on less than all of Python's own sources."""
+    text = (folder / "run.toml").read_text().replace('"python:stdlib"', f'"{docs}"')
+    (folder / "run.toml").write_text(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Attended:
+    """Commands that go on until somebody says to stop: begun, seen to work, and stopped."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.begun: list[tuple[str, subprocess.Popen[str], Path]] = []
+
+    def begin(self, words: list[str]) -> None:
+        output = self.where / f"output-{len(self.begun)}"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                cwd=self.where,
+                env=_environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        self.begun.append((shlex.join(words), process, output))
+        seen = {"store": lambda: "can be joined" in output.read_text(), "watch": lambda: "step" in output.read_text()}
+        joined = self.where / words[words.index("--out") + 1] / "status.json" if "--out" in words else None
+        working = seen.get(words[1], lambda: joined is not None and joined.exists())
+        deadline = time.monotonic() + 60
+        while not working():
+            assert process.poll() is None and time.monotonic() < deadline, f"{shlex.join(words)}\n{output.read_text()}"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Stop them, the last first; each must end in order."""
+        for command, process, output in reversed(self.begun):
+            if process.poll() is None:
+                process.terminate()
+            assert process.wait(40) in (0, 143, -signal.SIGTERM), f"{command}\n{output.read_text()}"
+        self.begun.clear()
+
+
+@pytest.fixture
+def attended(workplace: Path) -> Iterator[Attended]:
+    made = Attended(workplace)
+    yield made
+    for _, process, _ in reversed(made.begun):  # a test that failed
+        process.terminate()
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -58,14 +122,19 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
+def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attended) -> None:
     for command in _commands(page):
         words = shlex.split(command)
         if command in MADE_ELSEWHERE:
             assert words[0] != "make" or f"{words[1]}:" in (ROOT / "Makefile").read_text()
             continue
-        if words[:2] == ["isles", "simulate"]:
+        if words[:2] in (["isles", "simulate"], ["isles", "up"]):
             words += SMALL
+        if words[:2] == ["isles", "create"]:
+            words += ["--set", "run.steps=100000", "--set", "eval.sequences=8", "--store", f"127.0.0.1:{_free_port()}"]
+        if words[:2] in (["isles", "store"], ["isles", "join"], ["isles", "watch"]):
+            attended.begin(words)
+            continue
         if words[0] == "isles":
             words = [sys.executable, "-m", *words]
         elif words[:3] == ["python", "-m", "tests.simulation"]:
@@ -78,6 +147,9 @@ def test_every_command_shown_runs(page: Path, workplace: Path) -> None:
         where = ROOT if "tests.simulation" in words else workplace
         done = subprocess.run(words, cwd=where, env=_environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        if words[2:4] == ["isles", "init"]:
+            _little_text(workplace / words[4], workplace / "docs")
+    attended.end()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.name)

@@ -11,6 +11,8 @@ from isles.errors import NetworkError, UsageError
 from isles.identity import Authority, Certified, Invite, StoreUser, client_context
 from isles.store import Store
 
+PATIENCE = 5.0  # seconds for the store to answer while a person waits
+
 
 @dataclass(frozen=True)
 class Access:
@@ -34,7 +36,7 @@ class Access:
 
     async def connect(self) -> Store:
         """Raises NetworkError."""
-        return await Store.connect(self.urls, self.user, client_context(self.authority, self.certified))
+        return await Store.connect(self.urls, self.user, client_context(self.authority, self.certified), patience=PATIENCE)
 
 
 def access_to(where: Path | None) -> Access:

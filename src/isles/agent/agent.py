@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 from isles.agent.catchup import catch_up, offer_of, rounds_of
 from isles.agent.driver import FragmentDriver
 from isles.agent.folder import ClusterFolder, ClusterSettings
+from isles.agent.membership import Membership
 from isles.agent.restore import Restored
 from isles.agent.samples import Samples
 from isles.agent.supervisor import Supervisor
@@ -33,14 +33,13 @@ from isles.exchange import Exchange
 from isles.exchange.state import StateServer
 from isles.files import write_whole
 from isles.identity import Invite, client_context, peer_name, server_context
-from isles.protocol import BEAT, Board, FiguresRecord, MemberRecord, Rules, State, pack
+from isles.protocol import BEAT, Board, Rules, State
 from isles.store import Store
 from isles.worker.link import HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
 
 log = logging.getLogger("isles.agent")
 
 TICK = 0.25  # seconds between looks at what only time changes
-FIGURES = 5  # beats between two reports for people
 LINGER = 30.0  # seconds that a finished cluster stays for those that are still fetching
 SPOILS = 3  # contributions in a row that are not finite, after which the cluster gives up
 ROUNDS = 8  # of a fragment, after which the outer state is saved at the latest
@@ -88,7 +87,7 @@ class Agent:
         self.drivers: list[FragmentDriver] = []
         self._woken, self._over = asyncio.Event(), asyncio.Event()
         self.lock, self._catching = asyncio.Lock(), asyncio.Lock()
-        self._address, self._beats = "", 0
+        self.address = ""
         self.status: dict[str, Any] = {
             "cluster": invite.cluster,
             "pid": os.getpid(),
@@ -98,7 +97,7 @@ class Agent:
             "stalled": 0.0,
         }
         self.finished = self._done = self._leaving = False  # _done: there is nothing left to train
-        self.trouble = ""  # what a person should know of, in a sentence
+        self.membership = Membership(self)
         self._spoils = 0  # contributions in a row that were not finite
         self._checkpointed = restored.step
         self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
@@ -119,7 +118,7 @@ class Agent:
     async def run(self) -> None:
         """Take part until the run is over for this cluster. Raises IslesError when it cannot."""
         port = await self.exchange.start(self.settings.host, self.settings.port)
-        self._address = self.settings.advertise or f"{self.settings.host}:{port}"
+        self.address = self.settings.advertise or f"{self.settings.host}:{port}"
         try:
             await self._connect()
             self._make_drivers()
@@ -138,6 +137,10 @@ class Agent:
             raise failures.exceptions[0] from None
         finally:
             await self._close()
+
+    def wake(self) -> None:
+        """Something has changed: decide anew."""
+        self._woken.set()
 
     def _fail(self, error: Exception) -> None:
         """Something went wrong that no sentence foresees: the agent ends, and says so."""
@@ -184,7 +187,7 @@ class Agent:
                 index, cluster=self.invite.cluster, incarnation=self.incarnation, run=self.invite.run, seed=self.spec.run.seed,
                 state=self.state, codec=self.restored.codec, table=self.spec.outer, rules=self.rules, board=self.board,
                 store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self.lock,
-                wake=self._woken.set, committed=self._committed, catch_up=self._catch_up, failed=self._fail,
+                wake=self.wake, committed=self._committed, catch_up=self._catch_up, failed=self._fail,
                 spoiled=self._spoiled,
             )
             for index in range(len(self.state.fragments))
@@ -198,6 +201,7 @@ class Agent:
         await self.link.stop()
         await self.exchange.stop()
         if self._store is not None:
+            self._store.on_state = lambda _: None
             await self._store.close()
         self._metrics.close()
 
@@ -210,7 +214,7 @@ class Agent:
 
     async def _take_leave(self) -> None:
         log.info("leaving")
-        await self._refresh()
+        await self.membership.refresh()
         self.link.send(Stop("the cluster leaves the run"))
         await self.supervisor.stop(GRACE)
         deadline = time.monotonic() + GRACE
@@ -218,7 +222,7 @@ class Agent:
             await asyncio.sleep(0.05)
         async with self.lock:
             await self.checkpoint()
-        await self._refresh()
+        await self.membership.refresh()
         self._over.set()
 
     def _is_over(self) -> bool:
@@ -243,17 +247,10 @@ class Agent:
             await self.checkpoint()
         self.finished, self.member = True, State.LEAVING
         deadline = time.monotonic() + LINGER
-        await self._refresh()
-        while time.monotonic() < deadline and not self._all_have_all():
+        await self.membership.refresh()
+        while time.monotonic() < deadline and not self.membership.all_have_all():
             await asyncio.sleep(TICK)
         self._over.set()
-
-    def _all_have_all(self) -> bool:
-        """Whether every cluster that has not left holds the last rounds, those included that are silent now and may come back."""
-        mine = tuple(f.applied for f in self.state.fragments)
-        others = [m.record for n, m in self.board.members.items() if n != self.invite.cluster]
-        others = [m for m in others if m.state is not State.LEAVING]
-        return all(len(m.rounds) == len(mine) and all(a >= b for a, b in zip(m.rounds, mine, strict=True)) for m in others)
 
     # --- what the store shows
 
@@ -270,44 +267,11 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             try:
-                await self._refresh()
+                await self.membership.refresh()
             except NetworkError as error:
                 log.debug("%s", error)
             self._write_status()
             await asyncio.sleep(BEAT)
-
-    async def _refresh(self) -> None:
-        """Say how the cluster stands."""
-        self._beats += 1
-        if self.member is State.JOINING and self._in_step():
-            self.member = State.ACTIVE
-            self._woken.set()
-        address = None if self.settings.outbound_only else self._address
-        record = MemberRecord(
-            self.invite.cluster, self.incarnation, self.member, address, beat=self._beats, step=int(self.status["step"]),
-            rounds=tuple(f.applied for f in self.state.fragments),
-        )  # fmt: skip
-        with contextlib.suppress(NetworkError):
-            await self.store.put(f"members.{self.invite.cluster}", pack(record))
-            if self._beats % FIGURES == 0 or self.member is State.LEAVING:
-                await self.store.put(f"figures.{self.invite.cluster}", pack(self._figures()))
-
-    def _figures(self) -> FiguresRecord:
-        """How the cluster does, for people."""
-        counters, loss = self.exchange.counters.as_dict(), self.status.get("loss")
-        return FiguresRecord(
-            self.invite.cluster, loss if loss is not None and math.isfinite(loss) else None, int(self.status["tokens"]),
-            float(self.status.get("trained_seconds", 0.0)), float(self.status["stalled"]),
-            tuple(round(d.exchange_seconds, 3) for d in self.drivers), sum(counters["up"].values()), sum(counters["down"].values()),
-            self.trouble[:500],
-        )  # fmt: skip
-
-    def _in_step(self) -> bool:
-        """Whether the cluster holds the state of every open round, as far as the store has been read."""
-        seen = [self.board.rounds.get(index) for index in range(len(self.state.fragments))]
-        if all(s is None for s in seen):
-            return self._beats > 1  # nobody has begun: the first to come begin
-        return all(s is not None and s.record.open == f.applied + 1 for s, f in zip(seen, self.state.fragments, strict=True))
 
     # --- rounds
 
@@ -488,9 +452,9 @@ class Agent:
         self.status |= {
             "state": "finished" if self.finished else str(self.member), "rounds": [f.applied for f in self.state.fragments],
             "digests": [f.digest for f in self.state.fragments], "connected": self.store.connected, "time": time.time(),
-            "exchange_seconds": [round(d.exchange_seconds, 3) for d in self.drivers], "address": self._address,
+            "exchange_seconds": [round(d.exchange_seconds, 3) for d in self.drivers], "address": self.address,
             "bytes_up": sum(counters["up"].values()), "bytes_down": sum(counters["down"].values()), "workers": self.supervisor.pids,
-            "trouble": self.trouble,
+            "trouble": self.membership.trouble,
         }  # fmt: skip
         with contextlib.suppress(OSError):
             write_whole(self.folder.status, json.dumps(self.status).encode(), durable=False)

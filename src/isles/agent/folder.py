@@ -15,17 +15,14 @@ agent.log, worker.log
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from isles.errors import UsageError
-from isles.files import write_whole
+from isles.files import held, write_whole
 from isles.spec import Spec, spec_from
 
 
@@ -94,21 +91,9 @@ class ClusterFolder:
     def worker_log(self) -> Path:
         return self.path / "worker.log"
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Keep other agents from working in the folder meanwhile. Raises UsageError when one does."""
-        handle = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise UsageError(f"another agent is at work in {self.path}; have it leave with: isles leave {self.path}") from error
-        except OSError:
-            pass  # a file system without locks
-        try:
-            yield
-        finally:
-            os.close(handle)
+        return held(self.path, "agent.lock")
 
     def write_settings(self, settings: ClusterSettings) -> None:
         """Raises UsageError when the folder cannot be written."""

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from isles.agent.folder import ClusterFolder, ClusterSettings
 from isles.agent.organiser import KEY, RunRecord
-from isles.agent.restore import check_spec
-from isles.data import open_or_prepare
 from isles.errors import DataError, NetworkError, RecordError, UsageError
 from isles.identity import Invite, client_context
 from isles.store import Store
 
 ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})$")
+PATIENCE = 5.0  # seconds for the store to answer while a person waits
 RATE = re.compile(r"^(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[kKmMgG]?)(?P<kind>bit|B)(/s|ps)?$")
 
 
@@ -60,7 +59,9 @@ def parse_rate(text: str) -> float:
 
 async def shown_by_store(invite: Invite) -> RunRecord:
     """The run that an invite is for, as the store shows it. Raises NetworkError, RecordError."""
-    store = await Store.connect(invite.store, invite.user, client_context(invite.authority, invite.certified))
+    store = await Store.connect(
+        invite.store, invite.user, client_context(invite.authority, invite.certified), patience=PATIENCE
+    )
     try:
         entry = await store.get(KEY)
     finally:
@@ -77,6 +78,9 @@ async def shown_by_store(invite: Invite) -> RunRecord:
 
 def settle(invite: Invite, record: RunRecord, path: Path, terms: Terms) -> ClusterFolder:
     """Write the cluster's folder, or bring that of an earlier join up to date. Raises UsageError, DataError, SpecError."""
+    from isles.agent.restore import check_spec  # torch: not before it is needed
+    from isles.data import open_or_prepare
+
     folder = ClusterFolder(path)
     if folder.invite.exists() and Invite.load(folder.invite).run != invite.run:
         raise UsageError(f"{path} belongs to another run; choose another --out")

@@ -33,7 +33,7 @@ def running_agent(folder: ClusterFolder) -> int | None:
     pid = int(folder.read_status().get("pid", 0))
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"isles.agent" in words and os.fsencode(folder.path) in words:
+        if b"isles.agent" in words and os.fsencode(folder.path.resolve()) in words:
             return pid
     return None
 
@@ -50,7 +50,7 @@ class AgentProcess:
     def start(self) -> subprocess.Popen[bytes]:
         with self.folder.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "isles.agent", str(self.folder.path)], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                [sys.executable, "-m", "isles.agent", str(self.folder.path.resolve())], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
         return self._process

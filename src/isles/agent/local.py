@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isles.agent.folder import ClusterFolder, ClusterSettings
+from isles.agent.launch import running_agent
 from isles.errors import NetworkError
 from isles.identity import Authority, Invite, client_context
-from isles.simulator.folder import spec_digest
 from isles.spec import Spec
+from isles.spec.digest import spec_digest
 from isles.store import Store, StorePapers, StoreServer
 
 log = logging.getLogger("isles.agent")
@@ -78,6 +79,9 @@ class LocalRun:
         folder, name = self.cluster(number), f"cluster-{number:04d}"
         if self.server is None:
             raise NetworkError("the store is not running")
+        left = running_agent(folder)  # by a command that was killed
+        if left is not None:
+            os.kill(left, signal.SIGKILL)
         folder.write_settings(
             ClusterSettings(
                 run=self.authority.run, cluster=name, spec=self.spec, base=str(self.base), ranks=self._ranks[number],
@@ -88,7 +92,7 @@ class LocalRun:
             Invite.issue(self.authority, name, (self.server.url,), spec_digest(self.spec)).save(folder.invite)
         with folder.log.open("ab") as output:
             self.agents[number] = subprocess.Popen(
-                [sys.executable, "-m", "isles.agent", str(folder.path)], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                [sys.executable, "-m", "isles.agent", str(folder.path.resolve())], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
 

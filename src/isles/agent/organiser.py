@@ -16,8 +16,8 @@ from typing import Any
 from isles.errors import NetworkError, RecordError, UsageError
 from isles.files import write_whole
 from isles.identity import Authority, Certified, Invite, StoreTrust, client_context
-from isles.simulator.folder import spec_digest
 from isles.spec import Spec, spec_from
+from isles.spec.digest import spec_digest
 from isles.store import Store, StorePapers, StoreServer
 
 FORMAT = 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from isles.data.index import TOKENIZER_FOLDER
 from isles.errors import CheckpointError
 from isles.metrics import MetricsFile, StepRecord, Summary, write_summary
 from isles.model import FlatParameters, Layout, build_model
-from isles.simulator.folder import RunFolder, run_digest, spec_digest
-from isles.simulator.research import LOSS_WINDOW, fixed_batches
+from isles.simulator.folder import RunFolder, run_digest
+from isles.simulator.research import LOSS_WINDOW, Simulation, fixed_batches
+from isles.spec.digest import spec_digest
 from isles.worker import choose_device, held_out_loss
 from isles.worker.checkpoint import Checkpoint, CheckpointStore
 
@@ -67,6 +68,19 @@ def collect(run: LocalRun, *, seconds: float, complete: bool) -> Summary:
     summary = _summary(run, records, layout, loss, newest, seconds=seconds, complete=complete)
     write_summary(folder.summary, summary)
     return summary
+
+
+def differs_from_simulation(run: LocalRun, progress: Callable[[int], None]) -> str:
+    """Simulate the same run and hold its global parameters against the real one's: empty when they have the same bits, else what differs.
+
+    progress: is told the simulation's step. Raises what `Simulation` does, and CheckpointError."""
+    simulation = Simulation(run.spec, base=run.base)
+    while not simulation.done:
+        simulation.advance()
+        progress(simulation.step)
+    theirs = _newest(run, simulation.digest).tensors["global"]["values"].numpy()
+    differing = int(np.count_nonzero(simulation.method.values.view(np.uint32) != theirs.view(np.uint32)))
+    return f"{differing:,} of {theirs.size:,} global parameters differ from the simulation's" if differing else ""
 
 
 def _newest(run: LocalRun, digest: str) -> Checkpoint:

@@ -12,11 +12,12 @@ from isles.cli.common import Json, as_argument, command_line, path_given, print_
 from isles.errors import UsageError
 from isles.spec import render_spec, spec_from
 
-HEAD = """A run of isles: four clusters train one small language model with DiLoCo, in one process.
+HEAD = """A run of isles: four clusters train one small language model with DiLoCo.
 
-    isles simulate run.toml                        the run; Ctrl-C saves it, --resume goes on
+    isles simulate run.toml                        the run in one process; Ctrl-C saves it, --resume goes on
     isles simulate run.toml --compare              the same beside one cluster alone and data-parallel training
     isles simulate run.toml --set train.local_steps=25 --out runs/h25
+    isles up run.toml                              the run with real clusters, over TLS on this machine
 
 Keys that start with a # stand at their default. The text comes from the Python standard library of this machine, so nothing
 is downloaded; for your own, run `isles data prepare` and point data.path at what it wrote."""

@@ -14,6 +14,7 @@ import typer
 
 from isles.cli.common import Json, Stop, as_argument, command_line, err, path_given, print_json, say, stop_on_signals
 from isles.errors import UsageError
+from isles.files import held
 
 if TYPE_CHECKING:
     from isles.agent.folder import ClusterFolder
@@ -59,19 +60,19 @@ def join(
     from isles.agent.host import Terms, parse_rate
     from isles.agent.host import join as prepare
     from isles.agent.launch import AgentProcess
-    from isles.simulator import RunFolder
 
     invite = _invite(given)
     path = to or (Path(given) if (Path(given) / "cluster.json").exists() else Path("runs") / f"{invite.run}-{invite.cluster}")
     rate = parse_rate(max_upload) if max_upload else None
-    with contextlib.ExitStack() as held:
-        if path.is_dir():
-            held.enter_context(RunFolder(path).held())
+    with contextlib.ExitStack() as stack:
+        fresh = not path.is_dir()
+        if not fresh:
+            stack.enter_context(held(path))
         folder = prepare(invite, path, Terms(nproc, advertise, outbound_only, listen, rate, data))
-        if not held._exit_callbacks:  # type: ignore[attr-defined]
-            held.enter_context(RunFolder(path).held())
+        if fresh:
+            stack.enter_context(held(path))
         err.print(f"{invite.cluster} joins run {invite.run}; its folder is {path}, its log {folder.log}", soft_wrap=True)
-        stop = held.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals())
         agent = AgentProcess(folder)
         _attend(agent, folder, invite, stop, quiet=quiet or as_json)
     status = folder.read_status()
@@ -80,6 +81,8 @@ def join(
         print_json(status | ({"resume": again} if stop() else {}))
     elif stop():
         err.print(f"left and saved at step {status.get('step', 0)}; come back with: {again}", soft_wrap=True)
+    elif status.get("state") != "finished":
+        say(f"{invite.cluster} was told to leave, and has at step {status.get('step', 0)}; come back with: {again}")
     else:
         say(f"the run is over at step {status.get('step', 0)}; its parameters are in {folder.checkpoints}")
     if stop():

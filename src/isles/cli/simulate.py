@@ -164,7 +164,7 @@ class Session:
         """The summary of a run that needs no more steps; None when it does, or when it is of another spec and has to say so."""
         from isles.metrics import read_summary
         from isles.simulator import RunFolder
-        from isles.simulator.folder import spec_digest
+        from isles.spec.digest import spec_digest
 
         file = RunFolder(path).summary
         summary = read_summary(file) if file.exists() else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.common import Json, err, out, path_given, print_json, stop_on_signals
+from isles.cli.common import Json, out, path_given, print_json, stop_on_signals
 from isles.errors import IslesError
 
 if TYPE_CHECKING:
@@ -65,22 +65,22 @@ class RunView:
     """A live table of a run, kept up to date from the store by a thread."""
 
     def __init__(self, access: Access | Invite, folder: ClusterFolder | None = None, *, live: bool) -> None:
-        from rich.live import Live
-
         from isles.agent.access import Access
         from isles.agent.view import RunState
+        from isles.cli.live import LiveTable
 
         self._access = access if isinstance(access, Access) else Access.of_invite(access)
         self._folder, self._state = folder, RunState()
-        self._live = Live(console=err, auto_refresh=False, transient=False) if live else None
-        self._loop = asyncio.new_event_loop()
+        self._live = LiveTable() if live else None
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True, name="view")
         self._failure: IslesError | None = None
 
     def _follow(self) -> None:
         from isles.agent.view import follow_run
 
+        assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(follow_run(self._access, self._state))
         try:
@@ -94,8 +94,9 @@ class RunView:
 
     def __enter__(self) -> RunView:
         if self._live is not None:
+            self._loop = asyncio.new_event_loop()
             self._thread.start()
-            self._live.start()
+            self._live.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -103,8 +104,9 @@ class RunView:
             return
         with contextlib.suppress(IslesError):
             self.show()
-        self._live.stop()
-        with contextlib.suppress(RuntimeError):
+        self._live.__exit__(kind, error, trace)
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            assert self._loop is not None
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         self._thread.join(5.0)
 
@@ -119,4 +121,5 @@ class RunView:
         rows: list[dict[str, Any]] = self._state.rows(time.monotonic())
         if not rows and self._folder is not None:
             rows = [{"cluster": self._folder.path.name} | self._folder.read_status()]
-        self._live.update(run_table(self._state.summary(), rows), refresh=True)
+        if rows:
+            self._live.update(run_table(self._state.summary(), rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from isles.agent.local import LocalRun
     from isles.metrics import Summary
 
+RESTARTS = 5  # of a cluster's agent that is killed
 LOOK = 0.25  # seconds between looks at the clusters
 
 
@@ -43,6 +45,10 @@ def register(app: typer.Typer) -> None:
             typer.Option("--out", metavar="DIR", parser=path_given, help="The run's folder; runs/NAME-up when left out."),
         ] = None,
         resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+        check: Annotated[
+            bool,
+            typer.Option("--check", help="Then simulate the same run, and hold the global parameters against it, bit for bit."),
+        ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="No live table.")] = False,
         as_json: Json = False,
     ) -> None:
@@ -73,8 +79,30 @@ def register(app: typer.Typer) -> None:
 
             out.print(comparison_table([summary]))
             say(f"run: {folder}")
+        if check and not stopped:
+            _hold_against_simulation(spec, spec_path, folder, quiet=quiet or as_json)
         if stopped:
             raise typer.Exit(stopped)
+
+
+def _hold_against_simulation(spec: Spec, spec_path: Path, folder: Path, *, quiet: bool) -> None:
+    """Raises ClusterFailed when the real run came to other parameters than the simulated one."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from isles.agent.local import LocalRun
+    from isles.agent.result import differs_from_simulation
+
+    columns = (TextColumn("simulating the same run"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, disable=quiet, transient=True) as progress:
+        task = progress.add_task("", total=spec.run.steps)
+        different = differs_from_simulation(
+            LocalRun(folder, spec, spec_path.parent), lambda step: progress.update(task, completed=step)
+        )
+    if different:
+        raise ClusterFailed(
+            f"{different}; that is sound if a cluster was late or lost in a round, see {folder}/clusters/*/agent.log"
+        )
+    err.print("the simulation of the same run ends with the same global parameters, bit for bit", soft_wrap=True)
 
 
 def _check(spec: Spec, folder: Path, *, resume: bool) -> None:
@@ -117,20 +145,24 @@ def _run(spec: Spec, spec_path: Path, folder: Path, *, quiet: bool) -> tuple[Sum
 
 async def _watch(run: LocalRun, stop: Stop, *, quiet: bool) -> dict[int, int]:
     """Start everything, show it, and wait until it is over or somebody says to stop: the agents' exit codes."""
-    from rich.live import Live
-
+    from isles.cli.live import LiveTable
     from isles.watch.clusters import clusters_table
 
     try:
         await run.start()
+        revived: Counter[int] = Counter()
         waiting = asyncio.create_task(run.wait())
-        with Live(console=err, auto_refresh=False, transient=False) if not quiet else contextlib.nullcontext() as live:
+        with LiveTable(shown=not quiet) as live:
             while not waiting.done() and not stop():
                 await asyncio.wait({waiting}, timeout=LOOK)
-                if live is not None:
-                    rows = [{"cluster": run.cluster(n).path.name} | run.cluster(n).read_status() for n in range(run.count)]
-                    live.update(clusters_table(rows, steps=run.spec.run.steps), refresh=True)
+                rows = [{"cluster": run.cluster(n).path.name} | run.cluster(n).read_status() for n in range(run.count)]
+                step, steps = max(int(row.get("step", 0)) for row in rows), run.spec.run.steps
+                live.update(clusters_table(rows, f"{run.spec.run.name}: step {step:,} of {steps:,}"))
                 failed = [n for n, agent in run.agents.items() if agent.poll()]
+                for number in [n for n in failed if int(run.agents[n].returncode) < 0 and revived[n] < RESTARTS]:
+                    revived[number] += 1  # killed: it goes on from where it was
+                    run.start_agent(number)
+                    failed.remove(number)
                 if len(failed) == run.count:
                     break
         if stop():

@@ -9,12 +9,9 @@ checkpoints/      see isles.worker.checkpoint
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +20,15 @@ import torch
 from blake3 import blake3
 
 from isles.errors import CheckpointError, UsageError
+from isles.files import held
 from isles.model import Layout, build_model
 from isles.spec import Spec, spec_from
+from isles.spec.digest import spec_digest
 from isles.worker.checkpoint import CheckpointStore
 
 FORMAT = 1
 _UNFINISHED = (".tokenizer.writing", ".run.json.writing")  # all that a run leaves that is killed before its first step
 _FIELDS = {"spec": dict, "base": str, "baseline": str, "vocab_size": int, "data_digest": str, "layout": dict}
-
-
-def spec_digest(spec: Spec) -> str:
-    """blake3 of everything in a spec that changes what is trained; how often it is measured and saved does not count."""
-    text = spec.model_dump_json(exclude={"checkpoint", "eval"})
-    return blake3(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -103,21 +96,9 @@ class RunFolder:
         if copied.exists():
             copied.rename(self.tokenizer)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Keep other processes from working in the folder meanwhile. Raises UsageError when one does."""
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise UsageError(f"another process is at work in {self.path}; wait for it, or choose another --out") from error
-        except OSError:
-            pass  # a file system without locks
-        try:
-            yield
-        finally:
-            os.close(handle)
+        return held(self.path)
 
     def read_run(self) -> dict[str, Any]:
         """What `write_run` recorded. Raises UsageError when this is no run folder, CheckpointError when it is damaged."""

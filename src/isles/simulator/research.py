@@ -23,9 +23,10 @@ from isles.data.index import TOKENIZER_FOLDER
 from isles.errors import CheckpointError, DivergedError
 from isles.metrics import MetricsFile, StepRecord, Summary, read_records, write_summary
 from isles.model import FlatParameters, Layout, build_model
-from isles.simulator.folder import RunFolder, run_digest, spec_digest
+from isles.simulator.folder import RunFolder, run_digest
 from isles.simulator.methods import Baseline, Diloco, Method, OneModel, Tick
 from isles.spec import Spec
+from isles.spec.digest import spec_digest
 from isles.worker import Trainer, choose_device, held_out_loss
 from isles.worker.checkpoint import CheckpointStore
 

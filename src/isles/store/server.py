@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -87,6 +88,7 @@ class StoreServer:
 
     async def start(self) -> None:
         """Start and wait until it answers. Raises NetworkError or UsageError."""
+        await self._end_leftover()
         self.port = self.port or self._known_port() or free_port(self.host)
         self._check_free()
         self._write()
@@ -99,6 +101,15 @@ class StoreServer:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await self._end()
+
+    async def _end_leftover(self) -> None:
+        """End a server that an earlier start of this folder left running when it was killed."""
+        configuration = str((self.folder / "server.conf").resolve()).encode()
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((self.folder / "pid").read_text())
+            while configuration in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGTERM)
+                await asyncio.sleep(0.1)
 
     def _known_port(self) -> int:
         """The port that an earlier start of this folder chose, so that clients find it again."""
@@ -161,11 +172,12 @@ write_deadline: "10s"
         output = (self.folder / "server.log").open("ab")
         try:
             self._process = await asyncio.create_subprocess_exec(
-                binary(), "-c", str(self.folder / "server.conf"), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                binary(), "-c", str((self.folder / "server.conf").resolve()), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
         finally:
             output.close()
+        (self.folder / "pid").write_text(f"{self._process.pid}\n")
         await self._answers()
 
     async def _answers(self) -> None:

@@ -15,8 +15,8 @@ from isles.watch.units import human_bytes, human_count
 SILENT = 5.0  # seconds after which a status is old
 
 
-def clusters_table(rows: Sequence[Mapping[str, Any]], *, steps: int, title: str = "") -> Table:
-    """rows: the status of each cluster, empty where it has said nothing yet. steps: of the run."""
+def clusters_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+    """rows: the status of each cluster, empty where it has said nothing yet."""
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -28,10 +28,10 @@ def clusters_table(rows: Sequence[Mapping[str, Any]], *, steps: int, title: str 
     )
     table.add_column("cluster", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for name in ("step", "round", "loss", "tokens/s", "stalled", "exchange", "sent"):
+    for name in ("step", "round", "loss", "tok/s", "stall", "exch.", "sent"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*_cells(row, steps))
+        table.add_row(*_cells(row))
     for row in rows:
         if row.get("trouble"):
             table.caption = f"{row['cluster']}: {row['trouble']}"
@@ -42,10 +42,10 @@ def run_table(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     """A run's clusters under what the run has come to. summary: run, name, step, steps, rounds."""
     rounds = sum(summary["rounds"])
     title = f"{summary['name'] or 'run'} {summary['run']}: step {summary['step']:,} of {summary['steps']:,}, {rounds:,} rounds"
-    return clusters_table(rows, steps=summary["steps"], title=title)
+    return clusters_table(rows, title)
 
 
-def _cells(row: Mapping[str, Any], steps: int) -> list[str | Text]:
+def _cells(row: Mapping[str, Any]) -> list[str | Text]:
     if "age" not in row and not row.get("time"):
         return [str(row.get("cluster", "")), Text("starting", "dim"), *[""] * 7]
     silent = float(row["age"]) if "age" in row else time.time() - float(row["time"])
