@@ -111,9 +111,10 @@ class ShardedTrainer(Loop):
         return torch.cat([shard.values for shard in self.shards()])
 
     def _set_values(self, values: torch.Tensor) -> None:
-        shards = self.shards()
-        for shard_, part in zip(shards, values.split([s.values.numel() for s in shards]), strict=True):
-            shard_.values.copy_(part)
+        place = 0
+        for shard_ in self.shards():
+            shard_.values.copy_(values[place : place + shard_.values.numel()])
+            place += shard_.values.numel()
 
 
 class ShardOptimizer(InnerOptimizer):
@@ -223,5 +224,4 @@ def _parameters_around(model: nn.Module, blocks: list[nn.Module]) -> Iterator[nn
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a tensor that is split: a view."""
     assert isinstance(tensor, DTensor)
-    local: torch.Tensor = tensor.detach().to_local()
-    return local
+    return tensor.to_local().detach()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has them too, and does not say so to type checkers
 
 from isles.errors import NetworkError, SpecError
 from isles.worker.loop import choose_device
@@ -51,7 +52,7 @@ class Ranks:
 
     device: this rank's, `rank_device`."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
         self.rank, self.size, self.device = rank, size, device
         with lost():
             if device.type == "cuda":
@@ -127,9 +128,9 @@ def _bytes(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _store(host: str, port: int, size: int, *, leads: bool) -> dist.Store:
+def _store(host: str, port: int, size: int, *, leads: bool) -> Store:
     """Where the ranks meet. Rank 0 listens at that address only: torch by itself would listen to the whole network."""
     if not leads:
-        return dist.TCPStore(host, port, size, is_master=False, timeout=_MEETING)
+        return TCPStore(host, port, size, is_master=False, timeout=_MEETING)
     listening = socket.create_server((host, port))
-    return dist.TCPStore(host, port, size, is_master=True, timeout=_MEETING, master_listen_fd=listening.detach())
+    return TCPStore(host, port, size, is_master=True, timeout=_MEETING, master_listen_fd=listening.detach())
