@@ -30,7 +30,13 @@ class Group:
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             process = context.Process(target=_serve, args=(theirs, {k: str(v) for k, v in environment.items()}), daemon=True)
             process.start()
             theirs.close()

@@ -63,10 +63,6 @@ def make(kind: str, spec: Spec) -> nn.Module:
     return model
 
 
-def layout_of(kind: str, *overrides: str) -> Layout:
-    return Layout.of(make(kind, spec_of(*overrides)), 3)
-
-
 def batch(at: int) -> np.ndarray:
     return np.random.default_rng(at).integers(0, 257, (4, 17))
 
@@ -84,6 +80,7 @@ def sharded(ranks: Ranks, kind: str, *overrides: str) -> ShardedTrainer:
 
 
 def step(ranks: Ranks, trainer: ShardedTrainer, at: int) -> StepResult:
+    """Over as much of the batch as the ranks can share evenly."""
     share = 4 // ranks.size
     return trainer.step(batch(at)[ranks.rank * share : (ranks.rank + 1) * share], at)
 
@@ -106,7 +103,9 @@ def train(ranks: Ranks, kind: str, *overrides: str) -> tuple[list[tuple[float, f
     return results, held(trainer)
 
 
-def change(ranks: Ranks, kind: str, ranges: Sequence[tuple[int, int]], other: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+def change(
+    ranks: Ranks, kind: str, ranges: Sequence[tuple[int, int]], other: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Every operation on every range: what was written out, and what is held in the end. A step before, so that nothing is in its first state."""
     trainer = sharded(ranks, kind)
     step(ranks, trainer, 0)
@@ -123,8 +122,9 @@ def change(ranks: Ranks, kind: str, ranges: Sequence[tuple[int, int]], other: np
     return out, held(trainer)
 
 
-def tied(ranks: Ranks, kind: str) -> tuple[bool, int]:
-    trainer = sharded(ranks, kind)
+def tied(ranks: Ranks, kind: str, *overrides: str) -> tuple[bool, int]:
+    """Whether the head is the embeddings after a step, and how many tensors there are."""
+    trainer = sharded(ranks, kind, *overrides)
     step(ranks, trainer, 0)
     model: Any = trainer.model
     embed, head = (model.embed, model.head) if kind == "odd" else (model.get_input_embeddings(), model.get_output_embeddings())

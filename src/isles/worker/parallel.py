@@ -108,7 +108,7 @@ class ShardedTrainer(Loop):
         return norm
 
     def _values(self) -> torch.Tensor:
-        return torch.cat([shard.values for shard in self.shards()])
+        return torch.cat([shard_.values.cpu() for shard_ in self.shards()])
 
     def _set_values(self, values: torch.Tensor) -> None:
         place = 0

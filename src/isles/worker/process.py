@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 from isles.errors import IslesError
-from isles.worker.parallel import check_splits
 from isles.worker.rank import ClusterRecord, Crew, CrewParameters, Rank, follow
 from isles.worker.ranks import Ranks, world_size
 from isles.worker.session import Session
@@ -80,23 +79,20 @@ class Worker:
 def work(folder: Path) -> None:
     """Be what the environment says: a worker, or a rank that follows. Raises IslesError."""
     record = ClusterRecord(folder)
-    size = world_size()
-    if size == 1:
+    if world_size() == 1:
         _lead(folder, Rank(folder, record))
         return
-    check_splits(record.spec, size)
+    from isles.worker.parallel import check_splits
+
+    check_splits(record.spec, world_size())  # before anything takes time
     ranks = Ranks.join(record.spec.train.device)
-    if ranks.rank > 0:  # these end when rank 0 says so, which saves with them first
+    if ranks.rank == 0:
+        _lead(folder, Rank(folder, record, ranks))
+    else:  # these end when rank 0 says so, which saves with them first
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        rank = Rank(folder, record, ranks)
-        if ranks.rank == 0:
-            _lead(folder, rank)
-        else:
-            follow(rank)
-    finally:
-        ranks.leave()
+        follow(Rank(folder, record, ranks))
+    ranks.leave()
 
 
 def _lead(folder: Path, rank: Rank) -> None:

@@ -21,7 +21,6 @@ from isles.spec import Spec, spec_from
 from isles.worker.link import Range
 from isles.worker.loop import Loop, StepResult, Trainer, choose_device
 from isles.worker.memory import SharedParameters
-from isles.worker.parallel import ShardedTrainer, ShardParameters
 from isles.worker.parameters import FlatView
 from isles.worker.ranks import Ranks, lost
 from isles.worker.saved import SavedState
@@ -64,6 +63,11 @@ class Rank:
             trainer = Trainer(model, self.layout, self.spec, choose_device(self.spec.train.device))
             self.trainer, self.parameters = trainer, FlatView(trainer.flat.values)
         else:
+            from isles.worker.parallel import (  # a second to import, which one rank can do without
+                ShardedTrainer,
+                ShardParameters,
+            )
+
             sharded = ShardedTrainer(model, self.layout, self.spec, ranks)
             self.trainer, self.parameters = sharded, ShardParameters(sharded.shards)
         self.saved = SavedState(folder / "worker" / f"rank-{self.number}.safetensors", self.size)

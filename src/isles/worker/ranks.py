@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has them too, and does not say so to type checkers
 
 from isles.errors import NetworkError, SpecError
 from isles.worker.loop import choose_device
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _FOR_EVER = timedelta(days=3650)
 _MEETING = timedelta(minutes=5)  # for all ranks to come together when they start
@@ -57,7 +60,7 @@ class Ranks:
         with lost():
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-                dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
+                dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
             else:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
@@ -119,8 +122,9 @@ def lost() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error) for word in ("onnect", "socket", "peer")):
             raise
+        said = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". ")[0]  # without the place in gloo's source
         raise NetworkError(
-            f"a rank of this cluster's workers is gone ({str(error).splitlines()[0][:200]}); all of them have to be started again"
+            f"a rank of this cluster's workers is gone ({said[:200]}); all of them have to be started again"
         ) from error
 
 
@@ -131,6 +135,6 @@ def _bytes(content: bytes) -> torch.Tensor:
 def _store(host: str, port: int, size: int, *, leads: bool) -> Store:
     """Where the ranks meet. Rank 0 listens at that address only: torch by itself would listen to the whole network."""
     if not leads:
-        return TCPStore(host, port, size, is_master=False, timeout=_MEETING)
+        return dist.TCPStore(host, port, size, is_master=False, timeout=_MEETING)  # type: ignore[attr-defined]
     listening = socket.create_server((host, port))
-    return TCPStore(host, port, size, is_master=True, timeout=_MEETING, master_listen_fd=listening.detach())
+    return dist.TCPStore(host, port, size, is_master=True, timeout=_MEETING, master_listen_fd=listening.detach())  # type: ignore[attr-defined]
