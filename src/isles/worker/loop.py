@@ -7,6 +7,8 @@ weights); with precision bf16 the matrix products run in bf16 under autocast, so
 
 from __future__ import annotations
 
+import abc
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,11 +46,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-class Trainer:
-    """A model copy with its inner optimizer.
+class Loop(abc.ABC):
+    """A model with its inner optimizer, wherever its parameters lie: what one process and one of many have in common.
 
     Args:
-        model: a causal language model, fp32; its parameters become views of one flat vector.
+        model: a causal language model, fp32.
         layout: canonical flat layout of its trainable parameters.
         spec: the run's spec (train, optimizer, model and run tables are used).
         device: where to train.
@@ -57,14 +59,36 @@ class Trainer:
     def __init__(self, model: torch.nn.Module, layout: Layout, spec: Spec, device: torch.device) -> None:
         self._train, self._optimizer_table, self._steps = spec.train, spec.optimizer, spec.run.steps
         self.device, self.layout = device, layout
-        self.flat = FlatParameters(model.to(device), layout)
+        self._place(model)
         self.model = prepare_for_training(model, spec.model)
         self.model.train()
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._bare = model
-        self._optimizer = InnerOptimizer(model, spec.optimizer)
-        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=spec.train.precision == "bf16", cache_enabled=True)
+        self._optimizer = self._make_optimizer()
+        self._autocast = self._cast(spec.train.precision == "bf16")
         self._warmup_from: tuple[int, int] | None = None
+
+    @abc.abstractmethod
+    def _place(self, model: torch.nn.Module) -> None:
+        """Bring the model's parameters to where they are trained."""
+
+    @abc.abstractmethod
+    def _values(self) -> torch.Tensor:
+        """The parameters that this process holds, as one fp32 vector."""
+
+    @abc.abstractmethod
+    def _set_values(self, values: torch.Tensor) -> None:
+        """Undo `_values`."""
+
+    def _make_optimizer(self) -> InnerOptimizer:
+        return InnerOptimizer(self._bare, self._optimizer_table)
+
+    def _cast(self, bf16: bool) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=True)
+
+    def _clip(self, limit: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most `limit`; returns the norm before, a scalar."""
+        return torch.nn.utils.clip_grad_norm_(self._parameters, limit)
 
     def step(self, batch: NDArray[np.int64] | torch.Tensor, at: int, *, micro_batch_size: int | None = None) -> StepResult:
         """One local step.
@@ -79,8 +103,7 @@ class Trainer:
             loss = self._loss(part) * (part.shape[0] / tokens.shape[0])
             torch.autograd.backward(loss)
             losses.append(loss.detach())
-        limit = self._optimizer_table.clip_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        norm = self._clip(self._optimizer_table.clip_norm or float("inf"))
         factor = lr_factor(at, self._steps, self._optimizer_table) * self._rewarm(at)
         self._optimizer.step(factor)
         self._optimizer.zero_grad()
@@ -104,8 +127,38 @@ class Trainer:
 
     def reset_inner_state(self) -> None:
         """Begin with a fresh inner optimizer."""
-        self._optimizer = InnerOptimizer(self._bare, self._optimizer_table)
+        self._optimizer = self._make_optimizer()
         self._warmup_from = None
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and inner optimizer state: all that a cluster needs to go on bit for bit."""
+        inner = {f"inner.{name}": tensor for name, tensor in self._optimizer.state_tensors().items()}
+        warmup = torch.tensor(self._warmup_from or (0, 0), dtype=torch.int64)
+        return {"parameters": self._values(), "warmup": warmup, **inner}
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._set_values(tensors["parameters"])
+        start, length = tensors["warmup"].tolist()
+        self._warmup_from = (start, length) if length else None
+        self.load_inner_state(tensors)
+
+    def load_inner_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over a peer's inner optimizer state only (its moments and step counts)."""
+        inner = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
+        self._optimizer.load_state_tensors(inner)
+
+
+class Trainer(Loop):
+    """A whole model copy in one process; its parameters become views of one flat vector."""
+
+    def _place(self, model: torch.nn.Module) -> None:
+        self.flat = FlatParameters(model.to(self.device), self.layout)
+
+    def _values(self) -> torch.Tensor:
+        return self.flat.values.detach()
+
+    def _set_values(self, values: torch.Tensor) -> None:
+        self.flat.values.copy_(values)
 
     def read(self, start: int, stop: int) -> Floats:
         """Local parameters on [start, stop) of the flat layout, fp32 on the host. On the CPU a view, so copy it to keep it."""
@@ -116,23 +169,6 @@ class Trainer:
         """Set the local parameters from position `start` of the flat layout on."""
         with torch.no_grad():
             self.flat.values[start : start + values.size].copy_(torch.from_numpy(values))
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and inner optimizer state: all that a cluster needs to go on bit for bit."""
-        inner = {f"inner.{name}": tensor for name, tensor in self._optimizer.state_tensors().items()}
-        warmup = torch.tensor(self._warmup_from or (0, 0), dtype=torch.int64)
-        return {"parameters": self.flat.values.detach(), "warmup": warmup, **inner}
-
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.flat.values.copy_(tensors["parameters"])
-        start, length = tensors["warmup"].tolist()
-        self._warmup_from = (start, length) if length else None
-        self.load_inner_state(tensors)
-
-    def load_inner_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over a peer's inner optimizer state only (its moments and step counts)."""
-        inner = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
-        self._optimizer.load_state_tensors(inner)
 
 
 @torch.no_grad()

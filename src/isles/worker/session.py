@@ -112,6 +112,11 @@ class Session:
         return self.schedule.step
 
     @property
+    def shared(self) -> SharedParameters | None:
+        """The mapped file; None until `begin`."""
+        return self._shared
+
+    @property
     def running(self) -> bool:
         return self._stop is None and not self.interrupted() and not self.schedule.finished
 
