@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,16 +21,21 @@ from isles.spec import Spec, spec_from
 SLOW = 150_000.0  # bytes/s: an exchange of the model below then takes more than a second
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
+def write_text(out: Path) -> None:
+    """Prepare a little data in the folder `out`."""
     rng = np.random.default_rng(3)
     words = ["island", "reef", "tide", "sail", "harbour", "wind", "shore", "lagoon", "palm", "current"]
-    for i in range(40):
-        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 600)))
-    out = tmp_path_factory.mktemp("prepared")
-    prepare([str(folder)], out / "data", tokenizer=ByteTokenizer(), held_out=0.05)
-    return out / "data"
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(40):
+            (Path(folder) / f"{i}.txt").write_text(" ".join(rng.choice(words, 600)))
+        prepare([folder], out, tokenizer=ByteTokenizer(), held_out=0.05)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    write_text(out)
+    return out
 
 
 def spec_of(data: Path, count: int, *overrides: str) -> Spec:

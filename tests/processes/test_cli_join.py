@@ -214,3 +214,22 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert isles("create", "run.toml", "--store", address, "--set", "train.local_steps=50", "--out", "runs/second") == 0
     assert isles("invite", "alice", "--run", "runs/second", "--out", "second.invite") == 0
     assert "not of this run" in mistake(10, "join", "second.invite")
+
+
+def test_a_store_of_three_members_outlives_one(person: Person) -> None:
+    ports = [free_port() for _ in range(3)]
+    members = [word for port in ports for word in ("--store", f"127.0.0.1:{port}")]
+    person.run("create", "run.toml", *members)
+    person.run("invite", "alice")
+    stores = [
+        person.begin("store", "runs/trial"),
+        *(person.begin("store", f"runs/trial/store-{n}.papers", "--listen", "127.0.0.1") for n in (2, 3)),
+    ]
+    for store in stores:
+        assert store.stdout is not None and "listens" in store.stdout.readline()
+    assert stores[0].stdout is not None
+    assert any("can be joined" in line for line in iter(stores[0].stdout.readline, ""))  # it waits for the others first
+    pid = int((person.folder / "runs/trial/store-2/pid").read_text())
+    stores[1].kill()
+    os.kill(pid, signal.SIGKILL)
+    assert json.loads(person.run("status", "alice.invite", "--json").stdout)["name"] == "trial"

@@ -40,7 +40,7 @@ class Membership:
         address = None if self._agent.settings.outbound_only or self._hidden_since is not None else self._agent.address
         record = MemberRecord(
             self._agent.invite.cluster, self._agent.incarnation, self._agent.member, address, beat=self._beats, step=int(self._agent.status["step"]),
-            rounds=tuple(f.applied for f in self._agent.state.fragments),
+            rounds=tuple(f.applied for f in self._agent.state.fragments), up=int(self._agent.settings.max_upload or 0),
         )  # fmt: skip
         with contextlib.suppress(NetworkError):
             await self._agent.store.put(f"members.{self._agent.invite.cluster}", pack(record))

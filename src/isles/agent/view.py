@@ -12,7 +12,9 @@ from isles.agent.access import Access
 from isles.agent.organiser import KEY, RunRecord
 from isles.errors import IslesError, NetworkError
 from isles.protocol import BEAT, Board, FiguresRecord, parse
-from isles.store import Entry
+from isles.store import Entry, Store
+
+TRIES = 5  # each of some seconds
 
 
 class RunState:
@@ -73,13 +75,21 @@ async def read_run(access: Access) -> RunState:
     try:
         for pause in (0.0, 2.2 * BEAT):  # twice: who has not refreshed in between may be gone
             await asyncio.sleep(pause)
-            for entry in await store.everything():
+            for entry in await _everything(store):
                 state.take(entry)
     finally:
         await store.close()
     if state.record is None:
         raise NetworkError("the store does not show a run yet; the organiser starts it with `isles store`")
     return state
+
+
+async def _everything(store: Store) -> list[Entry]:
+    """Every record; a store of several members that has just lost one needs some seconds to find itself again. Raises NetworkError."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(NetworkError):
+            return await store.everything()
+    return await store.everything()
 
 
 async def follow_run(access: Access, state: RunState) -> None:

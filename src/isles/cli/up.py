@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
         clusters: Annotated[
             int | None, typer.Option("--clusters", min=1, max=64, help="Number of clusters, instead of the spec's.")
         ] = None,
+        nproc: Annotated[int, typer.Option("--nproc", min=1, max=64, help="Workers of each cluster.")] = 1,
         overrides: Annotated[
             list[str] | None,
             typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec, as train.local_steps=50; repeatable."),
@@ -61,12 +62,13 @@ def register(app: typer.Typer) -> None:
             "isles",
             "up",
             as_argument(spec_path),
+            *(("--nproc", str(nproc)) if nproc > 1 else ()),
             *(w for c in changes for w in ("--set", c)),
             "--out",
             as_argument(folder),
         ]
         _check(spec, folder, resume=resume)
-        summary, stopped = _run(spec, spec_path, folder, quiet=quiet or as_json)
+        summary, stopped = _run(spec, spec_path, folder, nproc, quiet=quiet or as_json)
         again = command_line([*words, "--resume"])
         if stopped:
             err.print(f"stopped and saved at step {summary.steps if summary else 0}; go on with: {again}", soft_wrap=True)
@@ -119,7 +121,7 @@ def _check(spec: Spec, folder: Path, *, resume: bool) -> None:
     check_spec(spec)
 
 
-def _run(spec: Spec, spec_path: Path, folder: Path, *, quiet: bool) -> tuple[Summary | None, int]:
+def _run(spec: Spec, spec_path: Path, folder: Path, nproc: int, *, quiet: bool) -> tuple[Summary | None, int]:
     """The summary, and the exit code of the signal that stopped the run before its end (0: none did)."""
     from isles.agent.local import LocalRun
     from isles.agent.result import collect
@@ -130,7 +132,7 @@ def _run(spec: Spec, spec_path: Path, folder: Path, *, quiet: bool) -> tuple[Sum
     began = time.monotonic()
     with stop_on_signals() as stop, RunFolder(folder).held():
         open_or_prepare(spec.data, spec_path.parent)  # once, and not by every cluster at the same time
-        run = LocalRun(folder, spec, spec_path.parent)
+        run = LocalRun(folder, spec, spec_path.parent, ranks=[nproc] * spec.clusters.count)
         codes = asyncio.run(_watch(run, stop, quiet=quiet))
         failed = [n for n, code in codes.items() if code]
         if failed and not stop():

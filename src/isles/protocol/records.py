@@ -51,7 +51,7 @@ class State(StrEnum):
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
     """A cluster of the run. address: host:port of its agent, None when it cannot be reached from outside. up, down: line speeds in
-    bytes/s as measured, 0 while unknown. beat: counts refreshes. rounds: the last round applied, one a fragment."""
+    bytes/s, as far as they are known, else 0; up is what the host allows. beat: counts refreshes. rounds: the last round applied, one a fragment."""
 
     cluster: Name
     incarnation: Incarnation  # a new one each time the agent starts

@@ -134,7 +134,7 @@ def _owners(view: View, participants: Mapping[str, object]) -> dict[str, float]:
     for name in participants:
         member = view.members[name].record
         if member.address is not None or (len(participants) == 1 and not _anyone_reachable(view)):
-            owners[name] = float(min(member.up, member.down))
+            owners[name] = float(min((rate for rate in (member.up, member.down) if rate), default=0))
     return owners
 
 
