@@ -42,7 +42,7 @@ def _commands(page: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like the one a reader has: some documents of their own, and a run.toml over little text."""
     folder = tmp_path_factory.mktemp("reader")
@@ -121,6 +121,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attended) -> None:
     for command in _commands(page):
@@ -129,6 +130,7 @@ def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attende
             assert words[0] != "make" or f"{words[1]}:" in (ROOT / "Makefile").read_text()
             continue
         if words[:2] in (["isles", "simulate"], ["isles", "up"]):
+            attended.end()  # another scene
             words += SMALL
         if words[:2] == ["isles", "create"]:
             words += ["--set", "run.steps=100000", "--set", "eval.sequences=8", "--store", f"127.0.0.1:{_free_port()}"]

@@ -114,6 +114,9 @@ def test_a_clock_that_is_years_off_is_named(invite: Invite) -> None:
         assert f"{year}-05-06" in str(caught.value)
 
 
+WRITES = ("members.reef-1", "figures.reef-1", "ready.*.reef-1", "done.*.reef-1", "rounds.*", "ledger")
+
+
 def test_tokens_are_signed_and_say_what_a_cluster_may_write(authority: Authority) -> None:
     import base64
 
@@ -121,7 +124,7 @@ def test_tokens_are_signed_and_say_what_a_cluster_may_write(authority: Authority
     head, body, signature = user.jwt.split(".")
     claims = json.loads(base64.urlsafe_b64decode(body + "=="))
     writes = [s for s in claims["nats"]["pub"]["allow"] if s.startswith("$KV")]
-    assert writes == [f"$KV.run.{k}" for k in ("members.reef-1", "ready.*.reef-1", "done.*.reef-1", "rounds.*", "ledger")]
+    assert writes == [f"$KV.run.{k}" for k in WRITES]
     assert claims["iss"] == authority.account.public and claims["sub"] == Nkey.from_seed(user.seed).public
     raw = base64.urlsafe_b64decode(signature + "==")
     authority.account.key.public_key().verify(raw, f"{head}.{body}".encode())

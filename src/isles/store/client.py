@@ -76,7 +76,9 @@ class Store:
         store = cls(client, urls)
 
         async def failed(error: Exception) -> None:
-            store._said = str(error) or type(error).__name__
+            said = str(error) or type(error).__name__
+            if not (store._said and _hung_up(said)):  # a server says first why it hangs up
+                store._said = said
 
         async def lost() -> None:
             store.on_state(False)
@@ -99,7 +101,7 @@ class Store:
         except (*_FAILURES, ssl.SSLError) as error:
             with contextlib.suppress(Exception):
                 await client.close()
-            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+            if _hung_up(store._said or str(error)):
                 raise _HungUp from error
             raise NetworkError(f"the store at {' or '.join(urls)} cannot be used: {_why(store._said or str(error))}") from error
         return store
@@ -225,6 +227,10 @@ class Store:
     def _failure(self, what: str, error: BaseException) -> NetworkError:
         said = self._said if "ermissions" in self._said else str(error) or type(error).__name__
         return NetworkError(f"{what}: the store at {' or '.join(self._urls)} did not do it ({_why(said)})")
+
+
+def _hung_up(said: str) -> bool:
+    return any(words in said.lower() for words in ("broken pipe", "reset by peer"))
 
 
 def _why(text: str) -> str:
