@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +22,8 @@ from isles.codec import Codec, NonFiniteError, get_codec
 from isles.errors import NetworkError
 from isles.exchange import Exchange, Task, average, encode_contribution
 from isles.exchange import exchange as module
+from isles.exchange.rate import Width
+from isles.exchange.reduction import OwnerReduction
 from isles.protocol import Participant, Phase, RoundRecord
 from isles.protocol.parts import plan_parts, replan_parts
 from isles.spec import CodecTable, OuterTable
@@ -170,6 +174,67 @@ def test_survivors_resend_only_what_the_lost_owner_held(tmp_path: Path) -> None:
                 kept, own = made.owned(first, other), made.owned(second, name)
                 sent = {c for n, c in made.encoded if n == name} - own
                 assert sent and not sent & kept
+
+    run(play)
+
+
+def test_a_chunk_that_arrives_when_the_next_attempt_has_begun_counts_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    store = OwnerReduction._store
+
+    def slow(self: OwnerReduction, cluster: str, chunk: int, body: bytes, digest: bytes) -> None:
+        if (self.me, cluster, self.task.record.attempt) == ("a", "b", 0):
+            entered.set()
+            release.wait(10)
+        store(self, cluster, chunk, body, digest)
+
+    monkeypatch.setattr(OwnerReduction, "_store", slow)
+
+    async def play() -> None:
+        async with islands(tmp_path, "abc") as made:
+            first = made.record("abc")
+            attempts = [asyncio.ensure_future(made.join(name, first)) for name in "ab"]
+            await asyncio.to_thread(entered.wait, 10)
+            for attempt in attempts:
+                attempt.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+            second = made.record("ab", 1, first)
+            ours = asyncio.ensure_future(made.join("a", second))
+            while not (running := made.at["a"]._running.get(0)) or running.task.record.attempt == 0:
+                await asyncio.sleep(0.01)
+            before = made.received("a", "b")
+            release.set()
+            while made.received("a", "b") == before:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            theirs = await made.join("b", second)
+            assert await ours == theirs
+
+    run(play)
+
+
+def test_whoever_is_cancelled_while_it_waits_gives_its_place_back() -> None:
+    async def play() -> None:
+        width = Width()
+        rng = random.Random(4)
+
+        async def request() -> None:
+            async with width:
+                await asyncio.sleep(rng.random() / 500)
+
+        tasks = [asyncio.ensure_future(request()) for _ in range(300)]
+        for task in tasks:
+            await asyncio.sleep(0)
+            if rng.random() < 0.5:
+                task.cancel()
+            if rng.random() < 0.3:
+                await asyncio.sleep(0.001)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert width._busy == 0
+        for _ in range(width.now):
+            await asyncio.wait_for(width.__aenter__(), 1)
 
     run(play)
 

@@ -114,6 +114,8 @@ class Exchange:
 
     def _begin(self, task: Task, contribution: Contribution) -> Running:
         fragment, number = task.key
+        for name in task.participants:
+            self.peers.health(name).refused = False  # it may be another process by now, at another address
         earlier = self._running.get(fragment)
         if earlier is not None:
             earlier.reduction.close()
@@ -203,7 +205,7 @@ class Exchange:
             while True:
                 answer = await self.peers.get(owner, address, path, limit, "averages")
                 if answer.status == 202:
-                    self._note_missing(running, answer.body)
+                    self._note_missing(running, owner, answer.body)
                     continue
                 try:
                     await asyncio.to_thread(self._take, task, chunk, answer.body, answer.digest, spool)
@@ -232,13 +234,14 @@ class Exchange:
                     f"it holds {header.codec} values {header.offset} to {header.stop} instead of {first} to {stop}"
                 )
 
-    def _note_missing(self, running: Running, body: bytes) -> None:
+    def _note_missing(self, running: Running, owner: str, body: bytes) -> None:
+        """An owner says for whom it waits; one that waits for nobody and has no average is held up itself."""
         now = time.monotonic()
         try:
             missing = [str(name) for name in json.loads(body)["missing"]]
         except (ValueError, KeyError, TypeError):
             return
-        for name in missing:
+        for name in missing or [owner]:
             if name in running.task.participants:
                 since, last = running.reported.get(name, (now, now))
                 running.reported[name] = (since if now - last < 3 * LONG_POLL else now, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -63,19 +63,33 @@ class Width:
     def __init__(self) -> None:
         self.now = self.FIRST
         self._busy = 0
-        self._changed = asyncio.Condition()
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._bytes, self._since = 0, time.monotonic()
         self._best = 0.0
 
     async def __aenter__(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._busy < self.now)
-            self._busy += 1
+        while self._busy >= self.now:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._next()  # the turn goes to somebody else
+                raise
+        self._busy += 1
 
     async def __aexit__(self, *_: object) -> None:
-        async with self._changed:
-            self._busy -= 1
-            self._changed.notify_all()
+        self._busy -= 1  # nothing is awaited here, so that being cancelled loses no place
+        self._next()
+
+    def _next(self) -> None:
+        free = self.now - self._busy
+        while free > 0 and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                free -= 1
 
     def moved(self, count: int) -> None:
         """So many bytes have gone through."""
@@ -86,5 +100,6 @@ class Width:
         speed = self._bytes / seconds
         if speed > self._best * self.GAIN and self.now < self.MOST:
             self.now += 1
+            self._next()
         self._best = max(self._best, speed)
         self._bytes, self._since = 0, time.monotonic()

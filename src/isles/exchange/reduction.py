@@ -25,10 +25,12 @@ Sender = tuple[str, str]  # cluster, incarnation
 
 
 class Inbox:
-    """What arrived for one round of one fragment, over all its attempts, by sender."""
+    """What arrived for one round of one fragment, over all its attempts, by sender. arrived: is told of every chunk, in the event loop; a chunk
+    whose sending began in an earlier attempt may arrive in a later one."""
 
     def __init__(self, folder: Path, slot: int) -> None:
         self._folder, self._slot = folder, slot
+        self.arrived: Callable[[int], None] = lambda _chunk: None
         self._spools: dict[Sender, Spool] = {}
 
     def of(self, sender: Sender) -> Spool:
@@ -57,6 +59,7 @@ class OwnerReduction:
         self._ready = {chunk: asyncio.Event() for chunk in task.owned_by(me)}
         self._made: dict[int, asyncio.Task[None]] = {}
         self.heard: dict[str, float] = {}  # when a sender's last chunk arrived
+        inbox.arrived = self._look
         for chunk in self._ready:
             self._look(chunk)
 
@@ -88,7 +91,7 @@ class OwnerReduction:
         """Take a chunk in. Raises CodecError when it does not decode to finite values of the right place."""
         await asyncio.to_thread(self._store, cluster, chunk, body, digest)
         self.heard[cluster] = asyncio.get_running_loop().time()
-        self._look(chunk)
+        self._inbox.arrived(chunk)  # perhaps of the next attempt by now
 
     def _store(self, cluster: str, chunk: int, body: bytes, digest: bytes) -> None:
         header = check(body)
@@ -112,7 +115,7 @@ class OwnerReduction:
 
     def _look(self, chunk: int) -> None:
         """Average a chunk if all its contributions are here."""
-        if chunk not in self._made and not self.missing(chunk):
+        if chunk in self._ready and chunk not in self._made and not self.missing(chunk):
             self._made[chunk] = asyncio.create_task(asyncio.to_thread(self._reduce, chunk))
             self._ready[chunk].set()
 
