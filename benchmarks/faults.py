@@ -48,16 +48,17 @@ def events(run: LocalRun, number: int) -> list[tuple[float, int, str]]:
 
 
 def spans(run: LocalRun, clusters: range) -> dict[int, tuple[float, float]]:
-    """When each round began for the first of the clusters, and was applied by the last."""
-    begun: dict[int, float] = {}
+    """When each round that all of the clusters took part in began for the first, and was applied by the last."""
+    begun: dict[int, list[float]] = {}
     done: dict[int, list[float]] = {}
     for number in clusters:
         for when, round_, what in events(run, number):
             if what == "applied":
                 done.setdefault(round_, []).append(when)
             elif what == "begins 0":
-                begun[round_] = min(when, begun.get(round_, when))
-    return {r: (begun[r], max(times)) for r, times in done.items() if r in begun and len(times) == len(clusters)}
+                begun.setdefault(round_, []).append(when)
+    whole = [r for r in done if len(done[r]) == len(begun.get(r, [])) == len(clusters)]
+    return {r: (min(begun[r]), max(done[r])) for r in whole}
 
 
 async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
@@ -128,12 +129,17 @@ async def measure(folder: Path, repeats: int) -> dict[str, Any]:
             send(run, signal.SIGCONT)
             await all_take_part(run)
             results["store"].append(await without_store(run))
-        struck = {round(r["round"], 3) for kind in ("killed", "frozen") for r in results[kind]}
-        whole = [done - begun for begun, done in spans(run, range(VICTIM + 1)).values()]
-        results["clean"] = [t for t in whole if round(t, 3) not in struck]
+        results["clean"] = clean(run)
     finally:
         await run.stop(5.0)
     return results
+
+
+def clean(run: LocalRun) -> list[float]:
+    """Seconds of the rounds that all clusters made in one attempt."""
+    everybody = range(VICTIM + 1)
+    again = {r for n in everybody for _, r, what in events(run, n) if what.startswith("begins") and what != "begins 0"}
+    return [done - begun for round_, (begun, done) in spans(run, everybody).items() if round_ not in again]
 
 
 async def without_store(run: LocalRun) -> dict[str, float]:
