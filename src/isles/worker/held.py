@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor import Shard as Rows
 
 from isles.errors import ModelError
 from isles.model import Layout
@@ -27,10 +24,9 @@ def held_shards(model: nn.Module, layout: Layout) -> list[Shard]:
     named, shards = dict(model.named_parameters()), []
     for slot in layout.slots:
         tensor = named[slot.name]
-        local, first, stop, written = tensor.detach(), 0, slot.shape[0] if slot.shape else 1, _is_first()
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local().detach()
-            (rank, size), written = _share(slot.name, tensor)
+        local, first, stop, written = tensor.detach(), 0, slot.shape[0] if slot.shape else 1, True
+        if dist.is_initialized():
+            local, (rank, size), written = _share(slot.name, tensor)
             first, stop = rows_of(stop, rank, size)
         shape = (stop - first, *slot.shape[1:]) if slot.shape else ()
         if tuple(local.shape) != shape:
@@ -45,16 +41,17 @@ def held_shards(model: nn.Module, layout: Layout) -> list[Shard]:
     return shards
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _share(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int], bool]:
+    """What this process holds of a tensor; its number among those that the rows are split over, and how many they are; and whether it is the
+    first of those that hold the same. Raises ModelError."""
+    from torch.distributed.tensor import DTensor  # a second to import, which one process can do without
+    from torch.distributed.tensor import Shard as Rows
 
-
-def _share(name: str, tensor: DTensor) -> tuple[tuple[int, int], bool]:
-    """The number of this process among those that a tensor's rows are split over, how many they are, and whether it is the first of those that
-    hold its rows. Raises ModelError."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0, 1), dist.get_rank() == 0
     mesh, written = tensor.device_mesh, True
     split: list[tuple[int, int]] = []
-    for axis, placement in enumerate(cast("tuple[Placement, ...]", tensor.placements)):
+    for axis, placement in enumerate(tensor.placements):
         here, size = mesh.get_local_rank(axis), mesh.size(axis)
         if isinstance(placement, Rows) and placement.dim == 0:
             split.append((here, size))
@@ -66,4 +63,4 @@ def _share(name: str, tensor: DTensor) -> tuple[tuple[int, int], bool]:
             )
     if len(split) > 1:
         raise ModelError(f"the rows of parameter {name} are split along {len(split)} axes of the mesh; split them along one")
-    return (split[0] if split else (0, 1)), written
+    return tensor.to_local().detach(), (split[0] if split else (0, 1)), written

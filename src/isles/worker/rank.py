@@ -146,6 +146,10 @@ class Crew:
     def change(self, how: str, which: str, start: int, stop: int, *more: float) -> None:
         self._all("change", how, which, start, stop, *more)
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Have every rank do what its method `name` does."""
+        self._all(name, *arguments)
+
     def end(self, *words: Any) -> None:
         """Let the other ranks end, with these words."""
         if self.rank.ranks is not None:
@@ -169,7 +173,7 @@ def follow(rank: Member) -> list[Any]:
     while True:
         name, *arguments = rank.ranks.hear()
         if name == "end":
-            return arguments
+            return list(arguments)
         with lost():
             getattr(rank, name)(*arguments)
         if name not in _UNFINISHED:
