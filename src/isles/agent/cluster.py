@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,37 +82,38 @@ class Cluster:
         self._model, self._where, self._out = model, Path(where), None if out is None else Path(out)
         self._optimizer, self._scheduler = optimizer, lr_scheduler
         self._terms = Terms(0, advertise, outbound_only, listen, parse_rate(max_upload) if max_upload else None)
-        self._state, self._leader, self._rank = State(), None, None  # type: ignore[var-annotated]
+        self._state = State()
+        self._rank: ScriptRank | None = None
+        self._leader: Leader | None = None
 
     @property
     def running(self) -> bool:
         """Whether there is a next step. The same in every process."""
-        return bool(self._state.running)
+        return self._state.running
 
     @property
     def steps_done(self) -> int:
         """Local steps of the run that are done: where a schedule has to stand."""
-        return int(self._state.step)
+        return self._state.step
 
     @property
     def reason(self) -> str:
         """Why the cluster was told to stop before the run's last step; empty when it was not."""
-        return str(self._state.reason)
+        return self._state.reason
 
     @property
     def folder(self) -> Path | None:
         """The cluster's folder; None before it is known, and in processes that do not lead."""
-        leader: Leader | None = self._leader
-        return None if leader is None else leader.folder.path
+        return None if self._leader is None else self._leader.folder.path
 
     def __enter__(self) -> Self:
         rank = self._rank = ScriptRank(self._model)
         try:
             if rank.leads:
-                self._leader = Leader(rank, self._where, self._out, self._terms)
-                self._lead(self._leader.begin)
+                leader = self._leader = Leader(rank, self._where, self._out, self._terms)
+                self._lead(leader, leader.begin)
             else:
-                self._follow()
+                self._follow(rank)
             self._forward(self.steps_done - int(getattr(self._scheduler, "last_epoch", 0)))
         except BaseException:
             self._end(orderly=False)
@@ -124,7 +125,7 @@ class Cluster:
 
         loss, tokens: of this process in this step, mean nats per token and trained tokens, by which contributions are weighed; grad_norm and
         lr: for the record. Parameters may change. Raises AgentFailed, DiskError, NetworkError."""
-        rank: ScriptRank | None = self._rank
+        rank, leader = self._rank, self._leader
         if rank is None:
             raise UsageError(
                 "Cluster.step comes within `with isles.Cluster(...) as cluster:`; the cluster has not begun, or has ended"
@@ -135,21 +136,18 @@ class Cluster:
             )
         before, rate = self.steps_done, self._rate() if lr is None else lr
         mean, together, norm = rank.sum_up(loss, tokens, grad_norm)
-        leader: Leader | None = self._leader
         if leader is not None:
             session = leader.session
-            self._lead(lambda: session.stepped(loss=mean, tokens=together, grad_norm=norm, lr=rate))
+            self._lead(leader, lambda: session.stepped(loss=mean, tokens=together, grad_norm=norm, lr=rate))
         else:
-            self._follow()
+            self._follow(rank)
         self._forward(self.steps_done - before - 1)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._end(orderly=kind is None)
 
-    def _lead(self, work: Any) -> None:
+    def _lead(self, leader: Leader, work: Callable[[], object]) -> None:
         """Do something with the session; the other processes learn how the run stands then."""
-        leader: Leader | None = self._leader
-        assert leader is not None
         try:
             work()
         except BaseException as error:
@@ -159,9 +157,8 @@ class Cluster:
         self._state = leader.state()
         leader.crew.end(asdict(self._state))
 
-    def _follow(self) -> None:
-        assert self._rank is not None
-        (words,) = follow(self._rank)
+    def _follow(self, rank: ScriptRank) -> None:
+        (words,) = follow(rank)
         self._state = State(**words)
         if self._state.error:
             raise IslesError(f"the script's first process cannot go on: {self._state.error}")
@@ -198,9 +195,9 @@ class Leader:
 
     def __init__(self, rank: ScriptRank, where: Path, out: Path | None, terms: Terms) -> None:
         self.rank, self.crew, self._terms = rank, Crew(rank), terms
-        joined = (where / "cluster.json").exists()
-        self._invite = Invite.load(where / "invite" if where.is_dir() else where)
-        self.folder = ClusterFolder(out or (where if joined else Path("runs") / f"{self._invite.run}-{self._invite.cluster}"))
+        self._where, self._out = where, out
+        self._invite: Invite
+        self.folder: ClusterFolder
         self.session: Session
         self._agent: AgentProcess | None = None
         self._begun = False
@@ -209,6 +206,11 @@ class Leader:
 
     def begin(self) -> None:
         """Join, have an agent, and wait until it says where to begin."""
+        where, joined = self._where, (self._where / "cluster.json").exists()
+        self._invite = Invite.load(where / "invite" if where.is_dir() else where)
+        self.folder = ClusterFolder(
+            self._out or (where if joined else Path("runs") / f"{self._invite.run}-{self._invite.cluster}")
+        )
         spec, layout = self._settle()
         self._agent = AgentProcess(self.folder)
         parameters = CrewParameters(self.crew)
@@ -244,7 +246,7 @@ class Leader:
     def _settle(self) -> tuple[Spec, Layout]:
         """The run's spec and this model's layout; the folder is written, and no other script works in it."""
         found = self.folder.settings_file.exists() and running_agent(self.folder) is not None
-        if found:  # its folder is in use: nothing is asked or written
+        if found:  # left by a script that was killed; nothing has to be asked or written
             spec = self.folder.read_settings().spec
             check_scripted(spec)
         else:

@@ -80,7 +80,7 @@ class ScriptRank:
 def bare(model: nn.Module) -> nn.Module:
     """The model without what wraps it: its parameters' names are the same on every cluster."""
     while True:
-        inner = uncompiled(model)
+        inner: nn.Module = uncompiled(model)
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
         if inner is model:
             return model
