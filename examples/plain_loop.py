@@ -73,7 +73,7 @@ def main() -> None:
             optimizer.zero_grad()
             cluster.step(loss=float(loss), tokens=BATCH * LENGTH)
             time.sleep(options.pause)
-    print(f"ends at step {cluster.steps_done} with loss {float(loss):.3f} {cluster.reason}", flush=True)
+    print(f"ends at step {cluster.steps_done}: {cluster.reason or 'the last'}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

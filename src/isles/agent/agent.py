@@ -36,7 +36,7 @@ from isles.files import write_whole
 from isles.identity import Invite, client_context, peer_name, server_context
 from isles.protocol import BEAT, Board, Rules, State
 from isles.store import Store
-from isles.worker.link import HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
+from isles.worker.link import OVER, HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
 
 log = logging.getLogger("isles.agent")
 
@@ -244,7 +244,7 @@ class Agent:
 
     async def _end_workers(self) -> None:
         """The run is over: workers that are behind stop where they are, the others are ending by themselves."""
-        self.link.send(Stop("the run is over"))
+        self.link.send(Stop(OVER))
         deadline = time.monotonic() + SAVING
         while self.link.connected and time.monotonic() < deadline:
             await asyncio.sleep(TICK)

@@ -37,6 +37,7 @@ from isles.files import held
 from isles.identity import Invite
 from isles.model import Layout
 from isles.spec import Spec
+from isles.worker.link import OVER
 from isles.worker.memory import SharedParameters
 from isles.worker.rank import Crew, CrewParameters, follow
 from isles.worker.script import ScriptRank
@@ -98,7 +99,7 @@ class Cluster:
 
     @property
     def reason(self) -> str:
-        """Why the cluster was told to stop before the run's last step; empty when it was not."""
+        """Why the cluster was told to stop; empty when it did the run's last step, or was not told."""
         return self._state.reason
 
     @property
@@ -180,12 +181,14 @@ class Cluster:
         leader, rank = self._leader, self._rank
         self._leader = self._rank = None
         try:
-            if leader is not None:
-                leader.end(orderly=orderly)
+            if leader is not None and orderly:
+                self._lead(leader, lambda: leader.end(orderly=True))
+            elif leader is not None:
+                leader.end(orderly=False)
+            elif rank is not None and orderly:
+                self._follow(rank)
         finally:
             if rank is not None and rank.ranks is not None:
-                if orderly:
-                    rank.ranks.together()
                 rank.ranks.leave()
             self._state = State(False, self._state.step, self._state.reason, self._state.error)
 
@@ -212,6 +215,7 @@ class Leader:
             self._out or (where if joined else Path("runs") / f"{self._invite.run}-{self._invite.cluster}")
         )
         spec, layout = self._settle()
+        self._steps, self._total = spec.run.steps, layout.total
         self._agent = AgentProcess(self.folder)
         parameters = CrewParameters(self.crew)
         self.session = parameters.session = Session(
@@ -224,12 +228,14 @@ class Leader:
         log.info("training from step %d", self.session.step)
 
     def state(self) -> State:
-        return State(self.session.running, self.session.step, self.session.reason)
+        step = max(self.session.step, self._steps) if self.session.reason == OVER else self.session.step
+        return State(self.session.running, step, self.session.reason)
 
     def end(self, *, orderly: bool) -> None:
-        """End the session; the agent then leaves, or has ended by itself when the run is over. Raises AgentFailed."""
+        """End the session; the agent then leaves, or ends by itself when the run is over: the model then holds the run's parameters.
+        Raises AgentFailed."""
         with self._held:
-            over = self._begun and self.session.schedule.finished
+            over = self._begun and (self.session.schedule.finished or self.session.reason == OVER)
             if self._begun:
                 self.session.end()
             if self._agent is None:
@@ -242,6 +248,8 @@ class Leader:
             while over and self._agent.keep() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             self._agent.end(GRACE)
+            if over and self.folder.read_status().get("state") == "finished":
+                self.crew.change("read_in", "globals", 0, self._total)
 
     def _settle(self) -> tuple[Spec, Layout]:
         """The run's spec and this model's layout; the folder is written, and no other script works in it."""
