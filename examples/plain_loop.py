@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import isles
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the data: another one on every cluster")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in every step")
     parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--save", help="file for the run's parameters")
     options = parser.parse_args()
     torch.manual_seed(0)  # the same model everywhere
     model: nn.Module = Model(options.width)
@@ -73,6 +75,9 @@ def main() -> None:
             optimizer.zero_grad()
             cluster.step(loss=float(loss), tokens=BATCH * LENGTH)
             time.sleep(options.pause)
+    if options.save and rank == 0:
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        save_file(bare.state_dict(), options.save)
     print(f"ends at step {cluster.steps_done}: {cluster.reason or 'the last'}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -133,13 +133,14 @@ def begins(said: str) -> list[tuple[int, float]]:
 
 def test_two_scripts_train_together_and_one_that_began_with_other_parameters_takes_over(tmp_path: Path) -> None:
     with hosts(tmp_path, steps=60, overlap=3) as run:
-        run.script("alice", "--seed", "1")
+        run.script("alice", "--seed", "1", "--save", "alice.safetensors")
         until(lambda: "a script trains" in (log.read_text() if (log := run.cluster("alice").log).exists() else ""))
-        run.script("bob", "--seed", "2", "--width", "32", python=("-c", OTHER))
+        run.script("bob", "--seed", "2", "--save", "bob.safetensors", python=("-c", OTHER))
         run.ended_well("alice", "bob")
         assert run.rounds("alice") == run.rounds("bob") == 3
         assert "took over the state of step 0" in run.cluster("bob").log.read_text()
         assert begins(run.said("alice")) == begins(run.said("bob")) == [(0, 0.005)]
+        assert (tmp_path / "alice.safetensors").read_bytes() == (tmp_path / "bob.safetensors").read_bytes()
 
 
 def test_a_script_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
@@ -187,6 +188,7 @@ def test_a_trainer_with_the_callback_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["replicas", "shards"])
 def test_two_ranks_train_with_one(tmp_path: Path, kind: str) -> None:
     path = PLAIN
+    more = ["--save", "alice.safetensors"] if kind == "replicas" else []
     if kind == "shards":
         path = str(tmp_path / "sharded.py")
         Path(path).write_text(
@@ -201,11 +203,13 @@ def test_two_ranks_train_with_one(tmp_path: Path, kind: str) -> None:
         )
     with hosts(tmp_path, steps=60) as run:
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
-        run.script("alice", python=(*torchrun, "--master-port", str(free_port())), path=path)
-        run.script("bob", "--seed", "1")
+        run.script("alice", *more, python=(*torchrun, "--master-port", str(free_port())), path=path)
+        run.script("bob", "--seed", "1", "--save", "bob.safetensors")
         run.ended_well("alice", "bob")
         assert run.rounds("alice") == 3 and run.said("alice").count("ends at step 60") == 2
         rows = [json.loads(line) for line in run.cluster("alice").metrics.read_text().splitlines()]
+        if more:
+            assert (tmp_path / "alice.safetensors").read_bytes() == (tmp_path / "bob.safetensors").read_bytes()
         assert rows[-1]["tokens"] == 2 * 8 * 16 and rows[-1]["step"] > 40
 
 

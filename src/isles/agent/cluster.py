@@ -248,6 +248,7 @@ class Leader:
             while over and self._agent.keep() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             self._agent.end(GRACE)
+            self._agent = None
             if over and self.folder.read_status().get("state") == "finished":
                 self.crew.change("read_in", "globals", 0, self._total)
 

@@ -25,7 +25,7 @@ def held_shards(model: nn.Module, layout: Layout) -> list[Shard]:
     for slot in layout.slots:
         tensor = named[slot.name]
         local, first, stop, written = tensor.detach(), 0, slot.shape[0] if slot.shape else 1, True
-        if dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             local, (rank, size), written = _share(slot.name, tensor)
             first, stop = rows_of(stop, rank, size)
         shape = (stop - first, *slot.shape[1:]) if slot.shape else ()

@@ -65,6 +65,7 @@ class ScriptRank:
         if self._shared is None:
             assert self._folder is not None
             self._shared = SharedParameters(self._folder / "parameters.f32", self.layout.total)
+        _reshard(self.model)
         with torch.no_grad():
             getattr(self.parameters, how)(getattr(self._shared, which), start, stop, *more)
 
@@ -75,6 +76,17 @@ class ScriptRank:
         rows: list[Any] = self.ranks.gather([loss, tokens, grad_norm])
         losses, counts, norms = zip(*rows, strict=True)
         return sum(losses) / len(rows), sum(counts), max(norms)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Have FSDP2 drop what it has gathered, as after a forward pass without a backward one: values written there would be lost."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule  # a second to import, which one process can do without
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def bare(model: nn.Module) -> nn.Module:
