@@ -145,16 +145,18 @@ def test_two_scripts_train_together_and_one_that_began_with_other_parameters_tak
 
 def test_a_script_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     with hosts(tmp_path, steps=400) as run:
-        run.script("alice", "--pause", "0.02")
-        bob = run.script("bob", "--pause", "0.02", "--seed", "1")
+        run.script("alice", "--pause", "0.03")
+        bob = run.script("bob", "--pause", "0.03", "--seed", "1")
         until(lambda: run.rounds("bob") >= 2)
         bob.kill()
         bob.wait()
         agent = running_agent(run.cluster("bob"))
-        run.script("bob", "--pause", "0.02", "--seed", "2")
+        run.script("bob", "--pause", "0.03", "--seed", "2")
         until(lambda: len(begins(run.said("bob"))) == 2)
         assert running_agent(run.cluster("bob")) == agent  # taken over
-        os.kill(int(running_agent(run.cluster("alice")) or 0), signal.SIGKILL)  # the script starts it again
+        other = running_agent(run.cluster("alice"))
+        assert other is not None
+        os.kill(other, signal.SIGKILL)  # the script starts it again
         run.ended_well("alice", "bob")
         step, lr = begins(run.said("bob"))[-1]
         assert step >= 20 and lr == pytest.approx(5e-3 * (1 - step / 401), abs=1e-6)

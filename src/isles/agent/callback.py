@@ -21,7 +21,8 @@ class IslesCallback(TrainerCallback):  # type: ignore[misc]
         tokens_per_step: that a process trains in an optimizer step. When left out, the Trainer must count them
             (`include_num_input_tokens_seen` of its arguments).
 
-    `cluster` is the `Cluster` while training goes on, None before and after. Give the Trainer as many `max_steps` as the run has: its
+    `cluster` is the `Cluster` while training goes on, None before and after. A Trainer that fails tells its callbacks nothing: the agent then stays
+    until the script is started again, or for ten minutes after its process has ended. Give the Trainer as many `max_steps` as the run has: its
     schedule is stepped forward to where the run stands."""
 
     def __init__(self, where: Path | str, *, tokens_per_step: int | None = None, **terms: Any) -> None:

@@ -105,7 +105,8 @@ class Cluster:
     @property
     def folder(self) -> Path | None:
         """The cluster's folder; None before it is known, and in processes that do not lead."""
-        return None if self._leader is None else self._leader.folder.path
+        folder: ClusterFolder | None = getattr(self._leader, "folder", None)
+        return None if folder is None else folder.path
 
     def __enter__(self) -> Self:
         rank = self._rank = ScriptRank(self._model)
