@@ -6,6 +6,8 @@ The public interface, loaded when first touched so that `import isles` stays qui
     get_codec, decode, decode_accumulate    contributions to bytes and back
     Dataset, Permutation, Ledger            token shards, their order, and who trains what
     load_spec, Spec       run.toml
+    Cluster               a training script of one's own as a cluster of a run between machines
+    IslesCallback         the same for a transformers Trainer
     simulate              a whole run of M clusters in one process
 """
 
@@ -15,6 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from isles.agent.callback import IslesCallback
+    from isles.agent.cluster import Cluster
     from isles.codec import decode, decode_accumulate, get_codec
     from isles.data import Dataset, Ledger, Permutation
     from isles.errors import IslesError
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
+    "Cluster": "isles.agent.cluster",
+    "IslesCallback": "isles.agent.callback",
     "OuterOptimizer": "isles.outer",
     "get_codec": "isles.codec",
     "decode": "isles.codec",
@@ -37,7 +43,9 @@ _HOMES = {
     "simulate": "isles.simulator",
 }
 __all__ = [
+    "Cluster",
     "Dataset",
+    "IslesCallback",
     "IslesError",
     "Ledger",
     "OuterOptimizer",

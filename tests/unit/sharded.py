@@ -15,7 +15,8 @@ from isles.errors import IslesError
 from isles.model import Layout, build_model
 from isles.spec import Spec, spec_from
 from isles.worker import StepResult, Trainer
-from isles.worker.parallel import ShardedTrainer, ShardParameters
+from isles.worker.parallel import ShardedTrainer
+from isles.worker.parameters import ShardParameters
 from isles.worker.rank import ClusterRecord, Rank
 from isles.worker.ranks import Ranks
 

@@ -174,7 +174,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_file_named_in_code_style_exists(page: Path) -> None:
-    for path in re.findall(r"`((?:src|tests|docs|recipes|benchmarks)/[\w./-]+)`", page.read_text()):
+    for path in re.findall(r"`((?:src|tests|docs|recipes|benchmarks|examples)/[\w./-]+)`", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 

@@ -114,7 +114,7 @@ def test_a_clock_that_is_years_off_is_named(invite: Invite) -> None:
         assert f"{year}-05-06" in str(caught.value)
 
 
-WRITES = ("members.reef-1", "figures.reef-1", "ready.*.reef-1", "done.*.reef-1", "rounds.*", "ledger")
+WRITES = ("members.reef-1", "figures.reef-1", "ready.*.reef-1", "done.*.reef-1", "rounds.*", "ledger", "layout")
 
 
 def test_tokens_are_signed_and_say_what_a_cluster_may_write(authority: Authority) -> None:

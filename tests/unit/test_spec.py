@@ -55,9 +55,11 @@ def test_defaults_follow_the_published_recipe() -> None:
         ({"model": {"family": "gpt2", "parameters": "1T"}}, ["0.1M to 50B"]),
         ({"model": {"family": "gpt2", "parameters": "big"}}, ["'big' is not a size"]),
         ({"model": {"family": "gpt2"}}, ["family needs parameters"]),
-        ({"model": {}}, ["exactly one of family, config and pretrained"]),
+        ({"model": {}}, ["exactly one of family, config, pretrained and module"]),
         ({"model": {"family": "gpt2", "config": "c.json", "parameters": "1M"}}, ["family and config are given"]),
         ({"model": {"config": "c.json", "layers": 3}}, ["layers goes with family"]),
+        ({"model": {"module": "mine", "compile": True}}, ["compile is the script's own business"]),
+        ({"model": {"module": "mine", "config": "c.json"}}, ["config and module are given"]),
         ({"model": 3}, ["model"]),
     ],
 )

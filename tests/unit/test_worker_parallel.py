@@ -15,7 +15,7 @@ from tests.unit import sharded
 from tests.unit.group import Group, group_of
 
 from isles.errors import NetworkError, SpecError
-from isles.worker.parallel import rows_of
+from isles.worker.held import rows_of
 from isles.worker.parameters import FlatView
 from isles.worker.ranks import rank_device
 from isles.worker.saved import SavedState

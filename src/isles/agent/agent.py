@@ -22,6 +22,7 @@ from typing import Any
 from isles.agent.catchup import catch_up, offer_of, rounds_of
 from isles.agent.driver import FragmentDriver
 from isles.agent.folder import ClusterFolder, ClusterSettings
+from isles.agent.guests import Guests
 from isles.agent.membership import Membership
 from isles.agent.restore import Restored
 from isles.agent.samples import Samples
@@ -35,7 +36,7 @@ from isles.files import write_whole
 from isles.identity import Invite, client_context, peer_name, server_context
 from isles.protocol import BEAT, Board, Rules, State
 from isles.store import Store
-from isles.worker.link import HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
+from isles.worker.link import OVER, HandedOff, Hello, Merge, Start, Stepped, Stop, Stopped
 
 log = logging.getLogger("isles.agent")
 
@@ -65,20 +66,13 @@ class Agent:
             peer_name=peer_name, max_upload=settings.max_upload,
         )  # fmt: skip
         StateServer(self.exchange.server, lambda fragment: rounds_of(self, fragment), lambda: offer_of(self))
-        command = [sys.executable, "-m", "isles.worker", str(folder.path)]
-        self.supervisor = Supervisor(
-            command,
-            settings.ranks,
-            record=folder.path / "workers.json",
-            log_file=folder.worker_log,
-            started=self._workers_started,
-            over=lambda: self._done,
-        )
+        self.guests = self._make_guests() if settings.ranks == 0 else None
+        self.supervisor: Supervisor | Guests = self._make_supervisor() if self.guests is None else self.guests
         self.link = WorkerLink(folder.path, alive=lambda: bool(self.supervisor.pids))
         self.link.on_hello, self.link.on_stepped = self._on_hello, self._on_stepped
         self.link.on_handed_off, self.link.on_stopped = self._on_handed_off, self._on_stopped
         self.samples = Samples(
-            invite.cluster, len(restored.dataset), store=lambda: self.store, board=self.board, journal=self.journal, give=self.link.claim
+            invite.cluster, len(restored.dataset or ()), store=lambda: self.store, board=self.board, journal=self.journal, give=self.link.claim
         )  # fmt: skip
         self.link.on_need = self.samples.need
         self._store: Store | None = None
@@ -102,6 +96,21 @@ class Agent:
         self._checkpointed = restored.step
         self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
         self._metrics = folder.metrics.open("ab", buffering=0)
+
+        # whether the global parameters are still those of this cluster's own script, which may not be those that the run began with
+        self.own_beginning = restored.dataset is None and not any(f.applied for f in restored.state.fragments)
+
+    def _make_supervisor(self) -> Supervisor:
+        return Supervisor(
+            [sys.executable, "-m", "isles.worker", str(self.folder.path)], self.settings.ranks, record=self.folder.path / "workers.json",
+            log_file=self.folder.worker_log, started=self._workers_gone, over=lambda: self._done,
+        )  # fmt: skip
+
+    def _make_guests(self) -> Guests:
+        return Guests(
+            record=self.folder.path / "workers.json", gone=self._workers_gone, over=lambda: self._done,
+            connected=lambda: self.link.connected, leave=self.leave,
+        )  # fmt: skip
 
     def _grace(self) -> float:
         """The grace window as a share of a round's training: what the spec says, and the slack that overlap leaves."""
@@ -235,7 +244,7 @@ class Agent:
 
     async def _end_workers(self) -> None:
         """The run is over: workers that are behind stop where they are, the others are ending by themselves."""
-        self.link.send(Stop("the run is over"))
+        self.link.send(Stop(OVER))
         deadline = time.monotonic() + SAVING
         while self.link.connected and time.monotonic() < deadline:
             await asyncio.sleep(TICK)
@@ -331,13 +340,15 @@ class Agent:
             seen = self.board.rounds.get(index)
             if seen is None or (not renew and seen.record.open <= self.state.fragments[index].applied + 1):
                 return
+            if renew and self.membership.in_step():  # the checkpoint that another fragment took has mended this one
+                return
             if self.member is State.ACTIVE:
                 self.member = State.JOINING
             await catch_up(self, index, renew=renew)
 
     # --- workers
 
-    def _workers_started(self) -> None:
+    def _workers_gone(self) -> None:
         self.link.gone()
         for driver in self.drivers:
             driver.workers_gone()
@@ -352,6 +363,8 @@ class Agent:
         """Have the workers drop what they hold and begin from the global parameters, once the cluster is in step."""
         if self.link.holding:
             log.info("the workers begin anew: %s", why)
+            if self.guests is not None:
+                self.link.dismiss(f"{why}; start the script again, and it goes on from the global parameters")
             await self.supervisor.restart()
 
     async def _spoiled(self, index: int, position: int) -> None:
@@ -369,6 +382,8 @@ class Agent:
     def _on_hello(self, hello: Hello) -> None:
         if hello.layout != self.restored.layout.digest():
             raise NetworkError("the workers train another model than the run's; start them with the run's spec")
+        if self.guests is not None:
+            self.guests.came(hello.pid)
         if hello.fresh:
             for driver in self.drivers:
                 driver.workers_gone()
@@ -386,7 +401,7 @@ class Agent:
         hello = self.link.hello
         if hello is None or not hello.fresh or self.link.holding or not self.link.connected or self.member is not State.ACTIVE:
             return
-        if self._done or self.lock.locked() or not self._begun():
+        if self._done or self.lock.locked() or not self._begun() or not self.membership.in_step():
             return
         self.link.holding = True  # from now on rounds wait for what they hold
         self._background(self._start_workers(hello))
@@ -445,6 +460,8 @@ class Agent:
 
     def _on_stopped(self, message: Stopped) -> None:
         self._done = self._done or message.finished
+        if self.guests is not None:
+            self.guests.went()
         log.info("workers stopped at step %d%s", message.step, ", the run's last" if message.finished else "")
 
     def _write_status(self) -> None:

@@ -27,8 +27,8 @@ def offer_of(agent: Agent) -> tuple[Offer, Path] | None:
     """The newest checkpoint of this cluster, for others."""
     store = agent.restored.checkpoints
     steps = store.steps()
-    if not steps:
-        return None
+    if not steps or (agent.own_beginning and not agent.membership.in_step()):
+        return None  # what this cluster began with may not be what the run did
     try:
         record = store.describe(steps[-1])
     except CheckpointError:
@@ -63,7 +63,7 @@ async def catch_up(agent: Agent, index: int, *, renew: bool = False) -> None:
         over = all(agent.rules.over(seen.record) for seen in agent.board.rounds.values())
         what = "the run is over, and no cluster that holds its result" if over else "no other cluster"
         raise NetworkError(f"{what} can be reached to catch up from; waiting for one")
-    if renew or not await _by_rounds(agent, index, peers):
+    if renew or agent.own_beginning or not await _by_rounds(agent, index, peers):
         await _by_checkpoint(agent, peers)
 
 
@@ -100,6 +100,7 @@ async def _by_checkpoint(agent: Agent, peers: dict[str, str]) -> None:
         for index, driver in enumerate(agent.drivers):
             agent.journal.fragments[index].applied = []
             driver.prepared = None  # what was handed off is in the shared file, measured from parameters that are gone
+        agent.own_beginning = False
         agent.status["step"] = max(int(agent.status["step"]), offer.step)
         await agent.checkpoint()
     path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 cluster.json      what the cluster is: run, name, spec, addresses (ClusterSettings)
 invite            who it is to the others: certificate, key and the store's token; readable by its owner only
 parameters.f32    global and handed-off parameters, mapped by agent and workers
+layout.json       of a model that a script builds: its flat layout
 agent.sock        where the workers find the agent
 journal.json      the rounds applied since the oldest checkpoint
 checkpoints/      global parameters and momentum
@@ -29,8 +30,8 @@ from isles.spec import Spec, spec_from
 @dataclass(frozen=True)
 class ClusterSettings:
     """base: folder that the spec's paths count from. host, port: to listen on (0: any free port). advertise: host:port under which others reach it;
-    None: as it listens. outbound_only: it cannot be reached and only makes outgoing connections. max_upload: bytes/s. ranks: workers.
-    start: clusters that the run begins with."""
+    None: as it listens. outbound_only: it cannot be reached and only makes outgoing connections. max_upload: bytes/s. ranks: workers; 0: a
+    script trains, which the agent does not start. start: clusters that the run begins with."""
 
     run: str
     cluster: str
@@ -62,6 +63,10 @@ class ClusterFolder:
     @property
     def shared(self) -> Path:
         return self.path / "parameters.f32"
+
+    @property
+    def layout(self) -> Path:
+        return self.path / "layout.json"
 
     @property
     def journal(self) -> Path:

@@ -14,6 +14,7 @@ from isles.agent.folder import ClusterFolder, ClusterSettings
 from isles.agent.organiser import KEY, RunRecord
 from isles.errors import DataError, NetworkError, RecordError, UsageError
 from isles.identity import Invite, client_context
+from isles.spec import Spec
 from isles.store import Store
 
 ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})$")
@@ -24,7 +25,7 @@ RATE = re.compile(r"^(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[kKmMgG]?)(?P<kind
 @dataclass(frozen=True)
 class Terms:
     """How a host takes part. advertise: host:port under which others reach it; listen: address to listen on, with a port or without; data: folder
-    of prepared data, instead of the spec's; ranks: workers; max_upload: bytes/s."""
+    of prepared data, instead of the spec's; ranks: workers, 0 when a script trains; max_upload: bytes/s."""
 
     ranks: int = 1
     advertise: str | None = None
@@ -63,9 +64,14 @@ async def shown_by_store(invite: Invite) -> RunRecord:
         invite.store, invite.user, client_context(invite.authority, invite.certified), patience=PATIENCE
     )
     try:
-        entry = await store.get(KEY)
+        return await run_record(store, invite)
     finally:
         await store.close()
+
+
+async def run_record(store: Store, invite: Invite) -> RunRecord:
+    """As `shown_by_store`, over a connection that is there."""
+    entry = await store.get(KEY)
     if entry is None:
         raise NetworkError("the store does not show what the run trains yet; the organiser starts it with `isles store`")
     record = RunRecord.parse(entry.value, "the store's record of the run")
@@ -78,22 +84,33 @@ async def shown_by_store(invite: Invite) -> RunRecord:
 
 def settle(invite: Invite, record: RunRecord, path: Path, terms: Terms) -> ClusterFolder:
     """Write the cluster's folder, or bring that of an earlier join up to date. Raises UsageError, DataError, SpecError."""
-    from isles.agent.restore import check_spec  # torch: not before it is needed
-    from isles.data import open_or_prepare
+    from isles.data import open_or_prepare  # torch: not before it is needed
 
-    folder = ClusterFolder(path)
-    if folder.invite.exists() and Invite.load(folder.invite).run != invite.run:
-        raise UsageError(f"{path} belongs to another run; choose another --out")
     spec = record.spec
+    if spec.model.module is not None:
+        raise UsageError(
+            f"run {spec.run.name} is trained by the hosts' own scripts (model.module {spec.model.module!r}) and `isles join` has no model "
+            "for it; start the script, which joins by isles.Cluster"
+        )
+    _check_folder(invite, path)
     if terms.data is not None:
         table = spec.data.model_copy(update={"path": str(terms.data.resolve())})
         spec = spec.model_copy(update={"data": table})
-    check_spec(spec)
     dataset = open_or_prepare(spec.data, Path())
     if dataset.digest != record.data:
         raise DataError(
             f"{spec.data.path} holds other data than the run trains; get the organiser's, or prepare the same input again, and name it with --data"
         )
+    return write_folder(invite, spec, path, terms)
+
+
+def write_folder(invite: Invite, spec: Spec, path: Path, terms: Terms) -> ClusterFolder:
+    """What `settle` does once model and data are known to be the run's. Raises UsageError, SpecError, NetworkError."""
+    from isles.agent.restore import check_spec
+
+    _check_folder(invite, path)
+    check_spec(spec)
+    folder = ClusterFolder(path)
     host, port, advertise, outbound_only = _where(invite, terms)
     settings = ClusterSettings(
         run=invite.run, cluster=invite.cluster, spec=spec, base=str(Path().resolve()), host=host, port=port, advertise=advertise,
@@ -102,6 +119,13 @@ def settle(invite: Invite, record: RunRecord, path: Path, terms: Terms) -> Clust
     folder.write_settings(settings)
     invite.save(folder.invite)
     return folder
+
+
+def _check_folder(invite: Invite, path: Path) -> None:
+    """Raises UsageError when the folder is another run's."""
+    kept = ClusterFolder(path).invite
+    if kept.exists() and Invite.load(kept).run != invite.run:
+        raise UsageError(f"{path} belongs to another run; choose another --out")
 
 
 def _where(invite: Invite, terms: Terms) -> tuple[str, int, str | None, bool]:

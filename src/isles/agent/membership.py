@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from isles.agent.catchup import reachable
 from isles.errors import NetworkError
-from isles.protocol import FiguresRecord, MemberRecord, State, pack
+from isles.protocol import FiguresRecord, MemberRecord, Phase, State, pack
 
 if TYPE_CHECKING:
     from isles.agent.agent import Agent
@@ -86,7 +86,10 @@ class Membership:
         if all(s is None for s in seen):
             return self._beats > 1  # nobody has begun: the first to come begin
         return all(
-            s is not None and s.record.open == f.applied + 1 for s, f in zip(seen, self._agent.state.fragments, strict=True)
+            s is not None
+            and s.record.open == f.applied + 1
+            and (s.record.phase is Phase.COMMITTED or s.record.base in (None, f.digest))
+            for s, f in zip(seen, self._agent.state.fragments, strict=True)
         )
 
     def all_have_all(self) -> bool:

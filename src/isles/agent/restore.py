@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from isles.agent.folder import ClusterFolder, ClusterSettings
 from isles.agent.journal import Journal
+from isles.agent.scripted import read_layout
 from isles.agent.state import OuterState
 from isles.codec import Codec, get_codec
 from isles.data import Dataset, open_or_prepare
-from isles.errors import CheckpointError, SpecError
+from isles.errors import CheckpointError, SpecError, UsageError
 from isles.exchange.spool import Averages
 from isles.model import FlatParameters, Layout, build_model
 from isles.simulator.folder import run_digest
@@ -26,9 +28,9 @@ log = logging.getLogger("isles.agent")
 
 @dataclass
 class Restored:
-    """A cluster's state as its disk has it. step: of the run, at the last checkpoint."""
+    """A cluster's state as its disk has it. dataset: None when a script brings it. step: of the run, at the last checkpoint."""
 
-    dataset: Dataset
+    dataset: Dataset | None
     layout: Layout
     codec: Codec
     state: OuterState
@@ -49,18 +51,17 @@ def check_spec(spec: Spec) -> None:
 
 def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
     """Bring the outer state up from the disk. Raises SpecError, DataError, ModelError, DiskError, CheckpointError."""
-    spec, base = settings.spec, Path(settings.base)
+    spec = settings.spec
     check_spec(spec)
-    dataset = open_or_prepare(spec.data, base)
-    model = build_model(
-        spec.model, vocab_size=dataset.vocab_size, sequence_length=spec.data.sequence_length, seed=spec.run.seed, base=base
-    )
-    layout = Layout.of(model, spec.streaming.fragments, spec.streaming.order)
+    dataset, model = (None, None) if spec.model.module is not None else _built(spec, Path(settings.base))
+    layout = read_layout(folder) if model is None else Layout.of(model, spec.streaming.fragments, spec.streaming.order)
+    if model is None and not folder.shared.exists():
+        raise UsageError(f"{folder.path} holds no parameters of a script's model; start the script, which makes them")
     codec = get_codec(spec.codec)
     shared = SharedParameters(folder.shared, layout.total, create=True)
     residual = np.zeros(layout.total, np.float32) if codec.needs_residual else None
     state = OuterState(layout, spec.outer, shared.globals, shared.sent, residual)
-    digest = run_digest(spec, "none", dataset.digest, layout)
+    digest = run_digest(spec, "none", "" if dataset is None else dataset.digest, layout)
     checkpoints = CheckpointStore(folder.checkpoints, run_digest=digest, keep=spec.checkpoint.keep)
     journal = Journal(folder.journal, len(layout.fragments))
     made = Restored(dataset, layout, codec, state, journal, checkpoints)
@@ -70,10 +71,22 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
         if residual is not None and "residual" in saved.tensors:
             np.copyto(residual, saved.tensors["residual"]["residual"].numpy())
         made.step = saved.step
-    else:
+    elif model is not None:
         state.begin(FlatParameters(model, layout).values.detach().numpy())
+    else:  # saved at once: others may have to begin with it, and the script does not say it twice
+        state.begin(shared.globals)
+        record = {"applied": [0] * len(state.fragments), "digests": [f.digest for f in state.fragments]}
+        checkpoints.save(0, record, {"global": state.tensors()})
     replay(state, journal, Averages(folder.exchange / "averages"))
     return made
+
+
+def _built(spec: Spec, base: Path) -> tuple[Dataset, torch.nn.Module]:
+    dataset = open_or_prepare(spec.data, base)
+    model: torch.nn.Module = build_model(
+        spec.model, vocab_size=dataset.vocab_size, sequence_length=spec.data.sequence_length, seed=spec.run.seed, base=base
+    )
+    return dataset, model
 
 
 def replay(state: OuterState, journal: Journal, averages: Averages) -> None:

@@ -22,7 +22,7 @@ FREE_AFTER = 120.0  # seconds without a sign of life after which a cluster's sam
 
 class Samples:
     """Args:
-    cluster: its name. sequences: in the dataset. give: hands a claim to the workers.
+    cluster: its name. sequences: in the dataset; 0 when a script brings its own, of which nothing is counted. give: hands a claim to the workers.
     """
 
     def __init__(
@@ -50,10 +50,14 @@ class Samples:
 
     async def count(self, record: RoundRecord) -> None:
         """A round is committed. Raises NetworkError."""
+        if not self.sequences:
+            return
         await self._change(lambda claims: claims.count(record))
 
     async def give_back(self, keep: tuple[Range, ...]) -> None:
         """What an earlier process had claimed is free again, but for what it has trained. Raises NetworkError."""
+        if not self.sequences:
+            return
         await self._change(lambda claims: claims.free(self.cluster, keep, self._journal.taken))
 
     async def _claim(self, need: Need) -> None:

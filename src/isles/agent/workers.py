@@ -78,6 +78,11 @@ class WorkerLink:
     def connected(self) -> bool:
         return self._writer is not None
 
+    def dismiss(self, reason: str) -> None:
+        """Tell the workers to stop, and hear no more of what they say."""
+        self.send(Stop(reason))
+        self._writer = None
+
     def gone(self) -> None:
         """The worker processes have ended: nobody holds any progress."""
         self.holding = False
@@ -120,8 +125,9 @@ class WorkerLink:
         self._writer = writer
         try:
             while line := await reader.readline():
-                self._take(from_line(line))
-                await self._notify()
+                if self._writer is writer:
+                    self._take(from_line(line))
+                    await self._notify()
         except (NetworkError, ValueError) as error:
             log.error("workers: %s", error)
             self.send(Stop(str(error)))

@@ -12,10 +12,10 @@ import typer
 
 from isles.cli.common import Json, as_argument, command_line, err, out, path_given, print_json, say, stop_on_signals
 from isles.errors import NetworkError, UsageError
-from isles.spec import load_spec
+from isles.spec import Spec, load_spec
 
 if TYPE_CHECKING:
-    from isles.agent.organiser import Organiser
+    from isles.agent.organiser import Organiser, RunRecord
     from isles.store import StoreServer
 
 HERE = "127.0.0.1:7500"
@@ -51,10 +51,8 @@ def create(
 ) -> None:  # fmt: skip
     """Make a run between machines: its id, its authority, the spec frozen and hashed. It begins with clusters.count clusters."""
     from isles.agent.host import split_address
-    from isles.agent.organiser import Organiser, RunRecord
+    from isles.agent.organiser import Organiser
     from isles.agent.restore import check_spec
-    from isles.data import open_or_prepare
-    from isles.model import Layout, build_model
 
     spec = load_spec(spec_path, overrides or [])
     addresses = tuple(members or [HERE])
@@ -66,11 +64,7 @@ def create(
     folder, base = to or Path("runs") / spec.run.name, spec_path.parent
     if (folder / "authority.json").exists():
         raise UsageError(f"{folder} already holds a run; choose another --out")
-    dataset = open_or_prepare(spec.data, base)
-    length, vocab = spec.data.sequence_length, dataset.vocab_size
-    model = build_model(spec.model, vocab_size=vocab, sequence_length=length, seed=spec.run.seed, base=base)
-    layout = Layout.of(model, spec.streaming.fragments, spec.streaming.order)
-    record = RunRecord(spec, dataset.digest, layout.digest(), layout.total)
+    record = _record_of(spec, base)
     made = Organiser.create(folder, record, addresses)
     where = as_argument(folder)
     if as_json:
@@ -78,20 +72,39 @@ def create(
             {
                 "run": made.authority.run,
                 "spec": record.digest,
-                "parameters": layout.total,
+                "parameters": record.parameters,
                 "store": addresses,
                 "folder": str(folder),
             }
         )
         return
-    say(
-        f"run {made.authority.run}: {layout.total:,} parameters, spec {record.digest[:16]}, begins with {spec.clusters.count} clusters"
-    )
+    say(f"run {made.authority.run}: {_size_of(record)}, spec {record.digest[:16]}, begins with {spec.clusters.count} clusters")
     say(f"keep {folder}/authority.json safe: who has it can invite, and nobody else")
     say(f"start the store here:  {command_line(['isles', 'store', where])}")
     for number in range(2, len(addresses) + 1):
         say(f"and at {addresses[number - 1]}: carry {made.papers(number)} there, and  isles store {made.papers(number).name}")
     say(f"invite a host:         {command_line(['isles', 'invite', 'NAME', '--run', where])}")
+
+
+def _record_of(spec: Spec, base: Path) -> RunRecord:
+    """What the run trains; of a model that a script builds, nothing is known yet. Raises DataError, ModelError, SpecError."""
+    from isles.agent.organiser import RunRecord
+    from isles.data import open_or_prepare
+    from isles.model import Layout, build_model
+
+    if spec.model.module is not None:
+        return RunRecord(spec, data="", layout="", parameters=0)
+    dataset = open_or_prepare(spec.data, base)
+    length, vocab = spec.data.sequence_length, dataset.vocab_size
+    model = build_model(spec.model, vocab_size=vocab, sequence_length=length, seed=spec.run.seed, base=base)
+    layout = Layout.of(model, spec.streaming.fragments, spec.streaming.order)
+    return RunRecord(spec, dataset.digest, layout.digest(), layout.total)
+
+
+def _size_of(record: RunRecord) -> str:
+    if record.spec.model.module is not None:
+        return f"model {record.spec.model.module} of the hosts' own scripts"
+    return f"{record.parameters:,} parameters"
 
 
 def invite(

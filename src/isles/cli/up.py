@@ -110,6 +110,7 @@ def _hold_against_simulation(spec: Spec, spec_path: Path, folder: Path, *, quiet
 def _check(spec: Spec, folder: Path, *, resume: bool) -> None:
     """Raises UsageError, SpecError."""
     from isles.agent.restore import check_spec
+    from isles.model import check_built_here
 
     begun = (folder / "authority.json").exists()
     if resume and not begun:
@@ -119,6 +120,7 @@ def _check(spec: Spec, folder: Path, *, resume: bool) -> None:
     if not begun and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty and holds no run; choose another --out")
     check_spec(spec)
+    check_built_here(spec.model)
 
 
 def _run(spec: Spec, spec_path: Path, folder: Path, nproc: int, *, quiet: bool) -> tuple[Summary | None, int]:

@@ -127,7 +127,15 @@ class Authority:
 
     def admit(self, cluster: str) -> StoreUser:
         """A cluster's access to the store: it reads everything, and writes what is its own or guarded by compare-and-set."""
-        keys = [f"members.{cluster}", f"figures.{cluster}", f"ready.*.{cluster}", f"done.*.{cluster}", "rounds.*", "ledger"]
+        keys = [
+            f"members.{cluster}",
+            f"figures.{cluster}",
+            f"ready.*.{cluster}",
+            f"done.*.{cluster}",
+            "rounds.*",
+            "ledger",
+            "layout",
+        ]
         return self._user(cluster, [f"$KV.{BUCKET}.{key}" for key in keys])
 
     def admit_organiser(self) -> StoreUser:

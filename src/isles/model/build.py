@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isles.errors import ModelError
+from isles.errors import ModelError, SpecError
 from isles.model.presets import choose_shape, preset_config
 from isles.spec import ModelTable
 
@@ -27,7 +27,9 @@ def build_model(table: ModelTable, *, vocab_size: int, sequence_length: int, see
     """A transformers causal language model: fp32, on the CPU, in train mode, no dropout, no KV cache.
 
     vocab_size: tokens of the data's tokenizer; sequence_length: tokens a sequence; base: folder that paths count from. The random state of
-    torch is left as it was. Raises ModelError: the config or weights cannot be read, the vocabulary or the sequence length does not fit."""
+    torch is left as it was. Raises ModelError: the config or weights cannot be read, the vocabulary or the sequence length does not fit.
+    Raises SpecError: a script builds the model."""
+    check_built_here(table)
     with quiet_transformers():
         config = _config(table, vocab_size, sequence_length, base)
         if table.pretrained is not None:
@@ -38,6 +40,15 @@ def build_model(table: ModelTable, *, vocab_size: int, sequence_length: int, see
                 model = _from_config(config, attention)
     _drop_dropout(model)
     return model.float().train()
+
+
+def check_built_here(table: ModelTable) -> None:
+    """Raises SpecError when not isles builds the model but a training script."""
+    if table.module is not None:
+        raise SpecError(
+            f"model.module {table.module!r} names a model that a training script builds, so isles has none to train by itself; "
+            "run the script, which joins by isles.Cluster, or give model.family, config or pretrained"
+        )
 
 
 def count_parameters(table: ModelTable, *, vocab_size: int, sequence_length: int, base: Path) -> int:

@@ -22,7 +22,7 @@ from isles.data import Dataset, Progress, open_or_prepare
 from isles.data.index import TOKENIZER_FOLDER
 from isles.errors import CheckpointError, DivergedError
 from isles.metrics import MetricsFile, StepRecord, Summary, read_records, write_summary
-from isles.model import FlatParameters, Layout, build_model
+from isles.model import FlatParameters, Layout, build_model, check_built_here
 from isles.simulator.folder import RunFolder, run_digest
 from isles.simulator.methods import Baseline, Diloco, Method, OneModel, Tick
 from isles.spec import Spec
@@ -41,6 +41,7 @@ class Simulation:
     ) -> None:
         if spec.train.threads:
             torch.set_num_threads(spec.train.threads)
+        check_built_here(spec.model)
         length = spec.data.sequence_length
         train = open_or_prepare(spec.data, base, on_prepare)
         held_out = Dataset.open(train.folder, length, "held_out")

@@ -55,7 +55,7 @@ class RunTable(Table):
 
 
 class ModelTable(Table):
-    """Exactly one of `family`, `config` and `pretrained` says where the model comes from."""
+    """Exactly one of `family`, `config`, `pretrained` and `module` says where the model comes from."""
 
     family: Literal["gpt2", "llama", "qwen3"] | None = Field(None, description="architecture to build from a preset")
     parameters: str | int | None = Field(
@@ -66,6 +66,11 @@ class ModelTable(Table):
     heads: Positive | None = Field(None, description="attention heads, instead of the preset's")
     config: str | None = Field(None, description="path of a transformers config.json, for any causal language model")
     pretrained: str | None = Field(None, description="folder (or hub id) of a pretrained model to go on from")
+    module: str | None = Field(
+        None,
+        min_length=1,
+        description="a name for a model that a training script of your own builds; the script brings model and data",
+    )
     tie_embeddings: bool | None = Field(
         None, description="share input embedding and output head; the family's and size's habit when left out"
     )
@@ -76,15 +81,18 @@ class ModelTable(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelTable:
-        given = [k for k in ("family", "config", "pretrained") if getattr(self, k) is not None]
+        given = [k for k in ("family", "config", "pretrained", "module") if getattr(self, k) is not None]
         if len(given) != 1:
             said = "none of them is given" if not given else f"{' and '.join(given)} are given"
-            raise ValueError(f"give exactly one of family, config and pretrained; {said}")
+            raise ValueError(f"give exactly one of family, config, pretrained and module; {said}")
         shape = [k for k in ("parameters", "layers", "hidden_size", "heads") if getattr(self, k) is not None]
         if self.family is None and shape:
             raise ValueError(f"{shape[0]} goes with family; {given[0]} already fixes the shape")
         if self.family is not None and self.parameters is None and (self.layers is None or self.hidden_size is None):
             raise ValueError("family needs parameters (for example '0.13M'), or both layers and hidden_size")
+        trained = [k for k in ("tie_embeddings", "activation_checkpointing", "compile") if getattr(self, k)]
+        if self.module is not None and trained:
+            raise ValueError(f"{trained[0]} is the script's own business with module; leave it out")
         return self
 
     @field_validator("parameters")

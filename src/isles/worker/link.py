@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from isles.errors import NetworkError
 
 MAX_LINE = 1 << 20
+OVER = "the run is over"  # reason of a Stop, by which a script knows that there is no more to come
 SOCKET_NAME = "agent.sock"
 _LONGEST = 100  # bytes of a socket's path that every system takes
 

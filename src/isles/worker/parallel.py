@@ -8,9 +8,9 @@ flat layout a rank's share of a tensor is one range: rows come after each other 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,30 +25,11 @@ from isles.errors import ModelError, SpecError
 from isles.model import Layout
 from isles.model.layout import transformer_blocks
 from isles.spec import OptimizerTable, Spec
+from isles.worker.held import held_shards
 from isles.worker.loop import Loop, StepResult
 from isles.worker.optim import InnerOptimizer
-from isles.worker.parameters import FlatView
+from isles.worker.parameters import Shard
 from isles.worker.ranks import Ranks
-
-Floats = NDArray[np.float32]
-
-
-def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of a tensor that a rank holds: equal shares, of which the last may be smaller or empty."""
-    share = -(-rows // size)
-    return min(rank * share, rows), min((rank + 1) * share, rows)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A rank's part of one tensor: values [start, start + numel) of the flat layout, fp32, shape [numel]; a view."""
-
-    start: int
-    values: torch.Tensor
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.values.numel()
 
 
 class ShardedTrainer(Loop):
@@ -73,19 +54,7 @@ class ShardedTrainer(Loop):
 
     def shards(self) -> list[Shard]:
         """What this rank holds, by rising place in the flat layout."""
-        named = dict(self._bare.named_parameters())
-        shards = []
-        for slot in self.layout.slots:
-            local = _local(named[slot.name])
-            first, stop = rows_of(slot.shape[0], self._ranks.rank, self._ranks.size)
-            row = slot.numel // slot.shape[0] if slot.shape[0] else 0
-            if tuple(local.shape) != (stop - first, *slot.shape[1:]):
-                raise ModelError(
-                    f"rank {self._ranks.rank} holds {list(local.shape)} of {slot.name} instead of rows {first} to {stop}; "
-                    "this torch splits tensors in another way, use one that isles names"
-                )
-            shards.append(Shard(slot.offset + first * row, local.view(-1)))
-        return shards
+        return held_shards(self._bare, self.layout)
 
     def _place(self, model: nn.Module) -> None:
         policy = MixedPrecisionPolicy()
@@ -135,43 +104,6 @@ class ShardOptimizer(InnerOptimizer):
         super().zero_grad()
         for shared in self._shared:
             shared.grad = None
-
-
-class ShardParameters:
-    """The local parameters of one rank, as a session's `Parameters`. Of a vector of the whole layout it touches this rank's values only.
-
-    shards: `ShardedTrainer.shards`."""
-
-    def __init__(self, shards: Callable[[], list[Shard]]) -> None:
-        self._shards = shards
-
-    def write_out(self, vector: Floats, start: int, stop: int) -> None:
-        for view, there, first, last in self._parts(vector, start, stop):
-            view.write_out(there, first, last)
-
-    def read_in(self, vector: Floats, start: int, stop: int) -> None:
-        for view, there, first, last in self._parts(vector, start, stop):
-            view.read_in(there, first, last)
-
-    def subtract(self, vector: Floats, start: int, stop: int) -> None:
-        for view, there, first, last in self._parts(vector, start, stop):
-            view.subtract(there, first, last)
-
-    def add(self, vector: Floats, start: int, stop: int) -> None:
-        for view, there, first, last in self._parts(vector, start, stop):
-            view.add(there, first, last)
-
-    def mix(self, vector: Floats, start: int, stop: int, alpha: float) -> None:
-        for view, there, first, last in self._parts(vector, start, stop):
-            view.mix(there, first, last, alpha)
-
-    def _parts(self, vector: Floats, start: int, stop: int) -> Iterator[tuple[FlatView, Floats, int, int]]:
-        """The shards that touch [start, stop): each as a view, the part of the vector that it is, and what of it is meant."""
-        for shard_ in self._shards():
-            first, last = max(start, shard_.start), min(stop, shard_.stop)
-            if first < last:
-                there = vector[shard_.start : shard_.stop]
-                yield FlatView(shard_.values), there, first - shard_.start, last - shard_.start
 
 
 def check_splits(spec: Spec, size: int) -> None:

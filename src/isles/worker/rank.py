@@ -21,7 +21,7 @@ from isles.spec import Spec, spec_from
 from isles.worker.link import Range
 from isles.worker.loop import Loop, StepResult, Trainer, choose_device
 from isles.worker.memory import SharedParameters
-from isles.worker.parameters import FlatView
+from isles.worker.parameters import FlatView, ShardParameters
 from isles.worker.ranks import Ranks, lost
 from isles.worker.saved import SavedState
 from isles.worker.session import Parameters
@@ -63,10 +63,7 @@ class Rank:
             trainer = Trainer(model, self.layout, self.spec, choose_device(self.spec.train.device))
             self.trainer, self.parameters = trainer, FlatView(trainer.flat.values)
         else:
-            from isles.worker.parallel import (  # a second to import, which one rank can do without
-                ShardedTrainer,
-                ShardParameters,
-            )
+            from isles.worker.parallel import ShardedTrainer  # a second to import, which one rank can do without
 
             sharded = ShardedTrainer(model, self.layout, self.spec, ranks)
             self.trainer, self.parameters = sharded, ShardParameters(sharded.shards)
@@ -116,10 +113,17 @@ class Rank:
                 log.warning("the ranks' saved states are not of the same step; moments begin anew")
 
 
+class Member(Protocol):
+    """One process of a crew; it has the methods that the crew is told to call."""
+
+    @property
+    def ranks(self) -> Ranks | None: ...
+
+
 class Crew:
     """All ranks, told by rank 0, which is `rank`. Methods are those of `Rank`. All raise NetworkError when a rank is gone."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Member) -> None:
         self.rank = rank
 
     def step(self, ranges: list[Range], at: int) -> StepResult:
@@ -142,10 +146,14 @@ class Crew:
     def change(self, how: str, which: str, start: int, stop: int, *more: float) -> None:
         self._all("change", how, which, start, stop, *more)
 
-    def end(self) -> None:
-        """Let the other ranks end."""
+    def call(self, name: str, *arguments: Any) -> None:
+        """Have every rank do what its method `name` does."""
+        self._all(name, *arguments)
+
+    def end(self, *words: Any) -> None:
+        """Let the other ranks end, with these words."""
         if self.rank.ranks is not None:
-            self.rank.ranks.tell(["end"])
+            self.rank.ranks.tell(["end", *words])
 
     def _all(self, name: str, *arguments: Any) -> Any:
         ranks = self.rank.ranks
@@ -159,13 +167,13 @@ class Crew:
         return result
 
 
-def follow(rank: Rank) -> None:
-    """Do what rank 0 says until it says to end. Raises NetworkError when it is gone."""
+def follow(rank: Member) -> list[Any]:
+    """Do what rank 0 says until it says to end; returns what it says with that. Raises NetworkError when it is gone."""
     assert rank.ranks is not None
     while True:
         name, *arguments = rank.ranks.hear()
         if name == "end":
-            return
+            return list(arguments)
         with lost():
             getattr(rank, name)(*arguments)
         if name not in _UNFINISHED:

@@ -53,12 +53,14 @@ def rank_device(name: str, local_rank: int, ranks: int) -> torch.device:
 class Ranks:
     """This process as one of `size`. Values that are told must be JSON-able. All methods but `leave` raise NetworkError when a rank is gone.
 
-    device: this rank's, `rank_device`."""
+    device: this rank's, `rank_device`. store: where the ranks meet; None when they have met (torch.distributed is initialised)."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store | None) -> None:
+        self.rank, self.size, self.device, self._own = rank, size, device, store is not None
         with lost():
-            if device.type == "cuda":
+            if store is None:
+                pass
+            elif device.type == "cuda":
                 torch.cuda.set_device(device)
                 dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
             else:
@@ -75,6 +77,11 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         with lost():
             return cls(rank, size, device, _store(host, port, size, leads=rank == 0))
+
+    @classmethod
+    def beside(cls) -> Ranks:
+        """The processes of a torch.distributed that a script has initialised, in a group of their own."""
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), None)
 
     def tell(self, value: Any) -> None:
         """Rank 0 tells all others."""
@@ -102,8 +109,9 @@ class Ranks:
             dist.all_reduce(torch.zeros(1), group=self._group)
 
     def leave(self) -> None:
+        """The group beside those of a script goes alone."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(None if self._own else self._group)
 
     def _broadcast(self, content: bytes) -> bytes:
         with lost():

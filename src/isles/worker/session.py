@@ -120,6 +120,11 @@ class Session:
     def running(self) -> bool:
         return self._stop is None and not self.interrupted() and not self.schedule.finished
 
+    @property
+    def reason(self) -> str:
+        """Why the agent said to stop; empty when it has not."""
+        return "" if self._stop is None else self._stop.reason
+
     # --- beginning and ending
 
     def begin(self) -> Start | None:
