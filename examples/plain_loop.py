@@ -73,7 +73,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            cluster.step(loss=float(loss), tokens=BATCH * LENGTH)
+            cluster.step(loss=loss.item(), tokens=BATCH * LENGTH)
             time.sleep(options.pause)
     if options.save and rank == 0:
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

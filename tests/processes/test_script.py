@@ -238,3 +238,30 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path) -> None:
         assert second.wait(60) == 1 and "another process is at work" in run.said("alice")
         assert "has left" in run.isles("leave", "runs/alice")
         until(lambda: "ends at step" in run.said("alice") or time.sleep(0.1))
+
+
+POISONED = """
+import runpy, sys, torch, isles
+done, step = [], isles.Cluster.step
+def poisoned(self, **more):
+    done.append(1)
+    if len(done) == 25:
+        with torch.no_grad():
+            next(self._model.parameters()).fill_(float("nan"))
+    step(self, **more)
+isles.Cluster.step = poisoned
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_contribution_that_is_no_number_is_sent_to_nobody_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    with hosts(tmp_path, steps=1000) as run:
+        run.script("alice", "--pause", "0.03")
+        bob = run.script("bob", python=("-c", POISONED))
+        until(lambda: bob.poll() is not None, 100)
+        log = run.cluster("bob").log.read_text()
+        assert "is not finite, so it is sent to nobody" in log and "start the script again" in run.said("bob")
+        assert run.begun[1].poll() is None  # alice goes on
+        run.script("bob")
+        run.ended_well("alice", "bob")

@@ -4,7 +4,7 @@
         while cluster.running:
             loss = ...
             loss.backward(); optimizer.step(); scheduler.step(); optimizer.zero_grad()
-            cluster.step(loss=float(loss), tokens=...)
+            cluster.step(loss=loss.item(), tokens=...)
 
 The script brings model, data and optimizer. The object starts the cluster's agent, or takes over one that a killed script has left, and
 reads and writes the model's parameters in place; the optimizer's state stays as it is. Under torchrun every process makes one and calls
