@@ -19,6 +19,7 @@ import pytest
 from isles.agent.folder import ClusterFolder
 from isles.agent.launch import running_agent
 from isles.cli import main
+from isles.store.server import free_port
 
 ISLES = [sys.executable, "-c", "from isles.cli import main; main()"]
 SPEC = """
@@ -43,12 +44,6 @@ warmup_steps = 2
 [clusters]
 count = 2
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Person:
@@ -116,7 +111,7 @@ def person(tiny_dataset: Path, tmp_path: Path) -> Iterator[Person]:
 
 
 def test_two_hosts_train_together_and_one_leaves_and_comes_back(person: Person) -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     made = json.loads(person.run("create", "run.toml", "--store", f"127.0.0.1:{port}", "--json").stdout)
     person.run("invite", "alice")
     line = person.run("invite", "bob", "--line").stdout
@@ -161,7 +156,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
     person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    port = free_port()
+    port = free_port("127.0.0.1")
     address = f"127.0.0.1:{port}"
 
     def isles(*words: str, given: str = "") -> int:
@@ -217,7 +212,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
 
 
 def test_a_store_of_three_members_outlives_one(person: Person) -> None:
-    ports = [free_port() for _ in range(3)]
+    ports = [free_port("127.0.0.1") for _ in range(3)]
     members = [word for port in ports for word in ("--store", f"127.0.0.1:{port}")]
     person.run("create", "run.toml", *members)
     person.run("invite", "alice")

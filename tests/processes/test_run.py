@@ -12,8 +12,10 @@ import pytest
 from safetensors.numpy import load_file
 from tests.processes.runs import SLOW, ended_well, local_run, play, rounds, spec_of, steps_of, text, until
 
+from isles.agent.access import access_to
 from isles.agent.local import LocalRun
 from isles.agent.result import collect
+from isles.agent.view import read_run
 from isles.simulator import Simulation
 from isles.spec import Spec
 
@@ -145,5 +147,15 @@ def test_a_run_that_went_dark_goes_on_from_its_disks(text: Path, tmp_path: Path)
             await again.start()
             await until(again, lambda: rounds(again, 0) > reached)
             await ended_well(again)
+
+    play(scene)
+
+
+def test_the_store_of_a_run_on_this_machine_shows_the_run(text: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with local_run(tmp_path, spec_of(text, 2)) as run:
+            await run.start_store()
+            state = await read_run(access_to(run.folder))
+            assert state.summary()["steps"] == run.spec.run.steps
 
     play(scene)

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.test_cli_join import ISLES, free_port, until
+from tests.processes.test_cli_join import ISLES, until
 from torch import nn
 
 import isles
 from isles.agent.folder import ClusterFolder
 from isles.agent.launch import running_agent
 from isles.errors import ModelError, UsageError
+from isles.store.server import free_port
 from isles.worker.script import ScriptRank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ class Hosts:
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.begun: list[subprocess.Popen[str]] = []
         (folder / "run.toml").write_text(SPEC.format(steps=steps, count=count, overlap=overlap))
-        self.isles("create", "run.toml", "--store", f"127.0.0.1:{free_port()}")
+        self.isles("create", "run.toml", "--store", f"127.0.0.1:{free_port('127.0.0.1')}")
         store = self.begin("store", *ISLES, "store")
         until(lambda: "can be joined" in self.said("store") or store.poll() is not None)
 
@@ -205,7 +206,7 @@ def test_two_ranks_train_with_one(tmp_path: Path, kind: str) -> None:
         )
     with hosts(tmp_path, steps=60) as run:
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
-        run.script("alice", *more, python=(*torchrun, "--master-port", str(free_port())), path=path)
+        run.script("alice", *more, python=(*torchrun, "--master-port", str(free_port("127.0.0.1"))), path=path)
         run.script("bob", "--seed", "1", "--save", "bob.safetensors")
         run.ended_well("alice", "bob")
         assert run.rounds("alice") == 3 and run.said("alice").count("ends at step 60") == 2

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from isles.spec.template import render_reference
+from isles.store.server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,12 +60,6 @@ def _little_text(folder: Path, docs: Path) -> None:
     """Let the run.toml in a folder train on less than all of Python's own sources."""
     text = (folder / "run.toml").read_text().replace('"python:stdlib"', f'"{docs}"')
     (folder / "run.toml").write_text(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Attended:
@@ -133,7 +127,14 @@ def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attende
             attended.end()  # another scene
             words += SMALL
         if words[:2] == ["isles", "create"]:
-            words += ["--set", "run.steps=100000", "--set", "eval.sequences=8", "--store", f"127.0.0.1:{_free_port()}"]
+            words += [
+                "--set",
+                "run.steps=100000",
+                "--set",
+                "eval.sequences=8",
+                "--store",
+                f"127.0.0.1:{free_port('127.0.0.1')}",
+            ]
         if words[:2] in (["isles", "store"], ["isles", "join"], ["isles", "watch"]):
             attended.begin(words)
             continue

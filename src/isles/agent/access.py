@@ -1,17 +1,20 @@
-"""Who may read a run's record from this machine, and how: by a cluster's invite, or as the organiser."""
+"""A run's store from this machine: by a cluster's invite, or as the organiser, who also writes into it what the run trains."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from isles.agent.organiser import Organiser
-from isles.errors import NetworkError, UsageError
+from isles.agent.organiser import KEY, Organiser, RunRecord
+from isles.errors import NetworkError, RecordError, UsageError
 from isles.identity import Authority, Certified, Invite, StoreUser, client_context
-from isles.store import Store
+from isles.store import Entry, Store
 
 PATIENCE = 5.0  # seconds for the store to answer while a person waits
+STARTING = 10.0  # and while it is being started
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,40 @@ class Access:
             authority.run, urls, authority.admit_organiser(), authority.certified.certificate, authority.certify("organiser")
         )
 
-    async def connect(self) -> Store:
-        """Raises NetworkError."""
-        return await Store.connect(self.urls, self.user, client_context(self.authority, self.certified), patience=PATIENCE)
+    @classmethod
+    def of_organiser(cls, organiser: Organiser) -> Access:
+        return cls.of_authority(organiser.authority, tuple(f"tls://{address}" for address in organiser.store))
+
+    @asynccontextmanager
+    async def store(self, patience: float = PATIENCE) -> AsyncIterator[Store]:
+        """A connection while the block runs. Raises NetworkError."""
+        store = await Store.connect(self.urls, self.user, client_context(self.authority, self.certified), patience=patience)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+async def publish(access: Access, record: RunRecord, members: int = 1) -> Entry | None:
+    """Make the run's bucket in a store of so many members and write what the run trains, unless something stands there: then that is returned.
+    Raises NetworkError when most members are not there yet."""
+    async with access.store(STARTING) as store:
+        await store.create_bucket(replicas=members)
+        return None if await store.create(KEY, record.pack()) is not None else await store.get(KEY)
+
+
+async def shown_by_store(invite: Invite) -> RunRecord:
+    """The run that an invite is for, as the store shows it. Raises NetworkError, RecordError."""
+    async with Access.of_invite(invite).store() as store:
+        entry = await store.get(KEY)
+    if entry is None:
+        raise NetworkError("the store does not show what the run trains yet; the organiser starts it with `isles store`")
+    record = RunRecord.parse(entry.value, "the store's record of the run")
+    if record.digest != invite.spec:
+        raise RecordError(
+            "the store shows another spec than the one that this invite was made for; ask the organiser for a new invite"
+        )
+    return record
 
 
 def access_to(where: Path | None) -> Access:
@@ -48,8 +82,7 @@ def access_to(where: Path | None) -> Access:
     if (where / "invite").exists():
         return Access.of_invite(Invite.load(where / "invite"))
     if (where / "store-1.papers").exists():
-        organiser = Organiser.load(where)
-        return Access.of_authority(organiser.authority, tuple(f"tls://{address}" for address in organiser.store))
+        return Access.of_organiser(Organiser.load(where))
     if (where / "authority.json").exists():
         try:
             port = int((where / "store" / "port").read_text())

@@ -46,7 +46,6 @@ from isles.worker.session import Session
 log = logging.getLogger("isles")
 
 LOOK = 1.0  # seconds between looks at the agent's process
-GRACE = 28.0  # seconds that an agent has to leave
 LAST = 60.0  # seconds that an agent whose run is over stays for others that are still fetching, and some
 
 
@@ -243,12 +242,12 @@ class Leader:
                 return
             if not orderly:
                 with contextlib.suppress(AgentFailed):
-                    self._agent.end(GRACE)
+                    self._agent.end()
                 return
             deadline = time.monotonic() + LAST
             while over and self._agent.keep() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
-            self._agent.end(GRACE)
+            self._agent.end()
             self._agent = None
             if over and self.folder.read_status().get("state") == "finished":
                 self.crew.change("read_in", "globals", 0, self._total)

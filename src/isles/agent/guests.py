@@ -7,14 +7,12 @@ progress that has to be set apart before a round.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from isles.agent.supervisor import POLL, Process
-from isles.files import write_whole
+from isles.agent.supervisor import POLL, Process, write_down, written_down
 
 log = logging.getLogger("isles.agent")
 
@@ -31,7 +29,7 @@ class Guests:
         self, *, record: Path, gone: Callable[[], None], over: Callable[[], bool], connected: Callable[[], bool], leave: Callable[[], None]
     ) -> None:  # fmt: skip
         self.record, self._gone, self._over, self._connected, self._leave = record, gone, over, connected, leave
-        self._process = self._written_down()
+        self._process = next((p for p in written_down(record) if p.alive()), None)  # whom an earlier agent knew
         self._stopping = False
 
     @property
@@ -43,7 +41,7 @@ class Guests:
         process = Process.of(pid)
         if process != self._process:
             self._process = process
-            write_whole(self.record, json.dumps([{"pid": process.pid, "born": process.born}]).encode(), durable=False)
+            write_down(self.record, [process])
             log.info("a script trains: process %d", pid)
 
     def went(self) -> None:
@@ -75,12 +73,3 @@ class Guests:
         """What the script holds counts no more; it has been told, and somebody has to start it again."""
         self.went()
         self._gone()
-
-    def _written_down(self) -> Process | None:
-        """The script that an earlier agent knew, if it is still there."""
-        try:
-            (row,) = json.loads(self.record.read_text())
-            process = Process(int(row["pid"]), str(row["born"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return process if process.alive() else None

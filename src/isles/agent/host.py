@@ -10,15 +10,14 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.agent.access import shown_by_store
 from isles.agent.folder import ClusterFolder, ClusterSettings
-from isles.agent.organiser import KEY, RunRecord
-from isles.errors import DataError, NetworkError, RecordError, UsageError
-from isles.identity import Invite, client_context
+from isles.agent.organiser import RunRecord
+from isles.errors import DataError, NetworkError, UsageError
+from isles.identity import Invite
 from isles.spec import Spec
-from isles.store import Store
 
 ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})$")
-PATIENCE = 5.0  # seconds for the store to answer while a person waits
 RATE = re.compile(r"^(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[kKmMgG]?)(?P<kind>bit|B)(/s|ps)?$")
 
 
@@ -56,30 +55,6 @@ def parse_rate(text: str) -> float:
             f"{text!r} is no rate; write 50Mbit for 50 megabits a second, or 6MB for 6 megabytes; 8kbit is the least"
         )
     return rate
-
-
-async def shown_by_store(invite: Invite) -> RunRecord:
-    """The run that an invite is for, as the store shows it. Raises NetworkError, RecordError."""
-    store = await Store.connect(
-        invite.store, invite.user, client_context(invite.authority, invite.certified), patience=PATIENCE
-    )
-    try:
-        return await run_record(store, invite)
-    finally:
-        await store.close()
-
-
-async def run_record(store: Store, invite: Invite) -> RunRecord:
-    """As `shown_by_store`, over a connection that is there."""
-    entry = await store.get(KEY)
-    if entry is None:
-        raise NetworkError("the store does not show what the run trains yet; the organiser starts it with `isles store`")
-    record = RunRecord.parse(entry.value, "the store's record of the run")
-    if record.digest != invite.spec:
-        raise RecordError(
-            "the store shows another spec than the one that this invite was made for; ask the organiser for a new invite"
-        )
-    return record
 
 
 def settle(invite: Invite, record: RunRecord, path: Path, terms: Terms) -> ClusterFolder:

@@ -17,6 +17,7 @@ from isles.errors import IslesError
 log = logging.getLogger("isles.agent")
 
 RESTARTS, WINDOW = 5, 600.0  # more restarts than that in so many seconds are a mistake that restarting does not mend
+GRACE = 28.0  # seconds that an agent has to leave; a container gives 30
 LAST_WORDS = 1 << 16  # bytes at the end of the log in which the agent's last error stands
 
 
@@ -38,8 +39,17 @@ def running_agent(folder: ClusterFolder) -> int | None:
     return None
 
 
+def start_agent(folder: ClusterFolder) -> subprocess.Popen[bytes]:
+    """Start the agent of a cluster; what it says goes to the folder's agent.log, and it outlives who started it."""
+    with folder.log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "isles.agent", str(folder.path.resolve())], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+
+
 class AgentProcess:
-    """The agent of one cluster. What it says goes to the folder's agent.log."""
+    """The agent of one cluster, kept going."""
 
     def __init__(self, folder: ClusterFolder) -> None:
         self.folder = folder
@@ -48,11 +58,7 @@ class AgentProcess:
         self._ends: list[float] = []
 
     def start(self) -> subprocess.Popen[bytes]:
-        with self.folder.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "isles.agent", str(self.folder.path.resolve())], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
+        self._process = start_agent(self.folder)
         return self._process
 
     def keep(self) -> int | None:
@@ -86,7 +92,7 @@ class AgentProcess:
         elif self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def end(self, grace: float) -> None:
+    def end(self, grace: float = GRACE) -> None:
         """Have the agent leave; after `grace` seconds, make it end."""
         self.leave()
         deadline = time.monotonic() + grace

@@ -14,17 +14,18 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from isles.agent.access import Access, publish
 from isles.agent.folder import ClusterFolder, ClusterSettings
-from isles.agent.launch import running_agent
+from isles.agent.launch import running_agent, start_agent
+from isles.agent.organiser import RunRecord
 from isles.errors import NetworkError
-from isles.identity import Authority, Invite, client_context
+from isles.identity import Authority, Invite
 from isles.spec import Spec
 from isles.spec.digest import spec_digest
-from isles.store import Store, StorePapers, StoreServer
+from isles.store import StorePapers, StoreServer
 
 log = logging.getLogger("isles.agent")
 
@@ -68,11 +69,9 @@ class LocalRun:
         papers = StorePapers.issue(self.authority, "store", ["127.0.0.1", "localhost"])
         self.server = StoreServer(self.folder / "store", papers)
         await self.server.start()
-        context = client_context(self.authority.certified.certificate, self.authority.certify("organiser"))
-        organiser = await Store.connect([self.server.url], self.authority.admit_organiser(), context)
-        await organiser.create_bucket()
-        await organiser.create("spec", self.spec.model_dump_json(exclude_none=True).encode())
-        await organiser.close()
+        await publish(
+            Access.of_authority(self.authority, (self.server.url,)), RunRecord(self.spec, data="", layout="", parameters=0)
+        )
 
     def start_agent(self, number: int) -> None:
         """Start one cluster's agent, which starts its workers."""
@@ -90,11 +89,7 @@ class LocalRun:
         )  # fmt: skip
         if not folder.invite.exists():
             Invite.issue(self.authority, name, (self.server.url,), spec_digest(self.spec)).save(folder.invite)
-        with folder.log.open("ab") as output:
-            self.agents[number] = subprocess.Popen(
-                [sys.executable, "-m", "isles.agent", str(folder.path.resolve())], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
+        self.agents[number] = start_agent(folder)
 
     async def wait(self, clusters: Sequence[int] | None = None) -> dict[int, int]:
         """Wait until the agents have ended: their exit codes."""

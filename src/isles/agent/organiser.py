@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.errors import NetworkError, RecordError, UsageError
+from isles.errors import RecordError, UsageError
 from isles.files import write_whole
-from isles.identity import Authority, Certified, Invite, StoreTrust, client_context
+from isles.identity import Authority, Certified, Invite, StoreTrust
 from isles.spec import Spec, spec_from
 from isles.spec.digest import spec_digest
-from isles.store import Store, StorePapers, StoreServer
+from isles.store import StorePapers, StoreServer
 
 FORMAT = 1
 KEY = "spec"  # of the store, under which the run's record stands
@@ -103,20 +103,6 @@ class Organiser:
     def invite(self, name: str) -> Invite:
         """Raises UsageError for a name that no cluster can have."""
         return Invite.issue(self.authority, name, tuple(f"tls://{address}" for address in self.store), self.record.digest)
-
-    async def publish(self) -> None:
-        """Make the run's bucket in the store and write what the run trains. Raises NetworkError when most members are not there yet."""
-        context = client_context(self.authority.certified.certificate, self.authority.certify("organiser"))
-        urls = [f"tls://{address}" for address in self.store]
-        store = await Store.connect(urls, self.authority.admit_organiser(), context)
-        try:
-            await store.create_bucket(replicas=len(self.store))
-            if await store.create(KEY, self.record.pack()) is None:
-                standing = await store.get(KEY)
-                if standing is not None and RunRecord.parse(standing.value, "the store").digest != self.record.digest:
-                    raise NetworkError("the store already holds another run; start it in a folder of its own")
-        finally:
-            await store.close()
 
 
 def member_of(path: Path, folder: Path, listen: str) -> StoreServer:

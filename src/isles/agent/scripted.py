@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import json
 
+from isles.agent.access import Access, shown_by_store
 from isles.agent.folder import ClusterFolder
-from isles.agent.host import PATIENCE, run_record
 from isles.agent.organiser import RunRecord
 from isles.errors import DiskError, ModelError, RecordError, UsageError
 from isles.files import write_whole
-from isles.identity import Invite, client_context
+from isles.identity import Invite
 from isles.model import Layout
 from isles.spec import Spec
-from isles.store import Store
 
 KEY = "layout"  # of the store, under which the model's layout stands
 
@@ -35,24 +34,17 @@ def check_scripted(spec: Spec) -> None:
 
 async def shown_to_script(invite: Invite) -> RunRecord:
     """The run that an invite is for. Raises NetworkError, RecordError; UsageError when no script trains it."""
-    store = await _connect(invite)
-    try:
-        record = await run_record(store, invite)
-    finally:
-        await store.close()
+    record = await shown_by_store(invite)
     check_scripted(record.spec)
     return record
 
 
 async def agree(invite: Invite, layout: Layout) -> None:
     """Have the store show the layout of the run's model. Raises NetworkError; ModelError when it shows another one."""
-    store = await _connect(invite)
-    try:
-        record = json.dumps({"layout": layout.digest(), "parameters": layout.total}).encode()
+    record = json.dumps({"layout": layout.digest(), "parameters": layout.total}).encode()
+    async with Access.of_invite(invite).store() as store:
         await store.create(KEY, record)
         entry = await store.get(KEY)
-    finally:
-        await store.close()
     try:
         shown = json.loads(entry.value) if entry is not None else {}
         digest, total = str(shown["layout"]), int(shown["parameters"])
@@ -63,10 +55,6 @@ async def agree(invite: Invite, layout: Layout) -> None:
             f"this model has {layout.total:,} trainable parameters and the run's has {total:,}, of other names or shapes; "
             "build the model that the others in the run build"
         )
-
-
-async def _connect(invite: Invite) -> Store:
-    return await Store.connect(invite.store, invite.user, client_context(invite.authority, invite.certified), patience=PATIENCE)
 
 
 def write_layout(folder: ClusterFolder, layout: Layout) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isles.errors import IslesError
+from isles.files import write_whole
 
 log = logging.getLogger("isles.agent")
 
@@ -55,6 +56,19 @@ class Process:
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+
+def write_down(record: Path, processes: Sequence[Process]) -> None:
+    """Leave word of processes for the next agent."""
+    write_whole(record, json.dumps([{"pid": p.pid, "born": p.born} for p in processes]).encode(), durable=False)
+
+
+def written_down(record: Path) -> list[Process]:
+    """The processes that an earlier agent wrote down, alive or not; none when there is no such file, or it is damaged."""
+    try:
+        return [Process(int(row["pid"]), str(row["born"])) for row in json.loads(record.read_text())]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 class Supervisor:
@@ -116,10 +130,8 @@ class Supervisor:
 
     def _adopt(self) -> None:
         """Take over a group that an earlier agent started, if all of it is alive; end what is left of a broken one."""
-        try:
-            rows = json.loads(self.record.read_text())
-            group = [Process(int(row["pid"]), str(row["born"])) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError):
+        group = written_down(self.record)
+        if not group:
             return
         alive = [process for process in group if process.alive()]
         if len(alive) == len(group) == self.ranks:
@@ -153,9 +165,7 @@ class Supervisor:
                     )
                 )
         self._group = [Process.of(child.pid) for child in self._children]
-        temporary = self.record.with_name(f".{self.record.name}.writing")
-        temporary.write_text(json.dumps([{"pid": p.pid, "born": p.born} for p in self._group]))
-        temporary.replace(self.record)
+        write_down(self.record, self._group)
         log.info("started the workers: %s", self.pids)
         self._started()
 

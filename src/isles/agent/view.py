@@ -71,14 +71,11 @@ async def read_run(access: Access) -> RunState:
     """The run as it stands now. Raises NetworkError."""
     state = RunState()
     state.run = access.run
-    store = await access.connect()
-    try:
+    async with access.store() as store:
         for pause in (0.0, 2.2 * BEAT):  # twice: who has not refreshed in between may be gone
             await asyncio.sleep(pause)
             for entry in await _everything(store):
                 state.take(entry)
-    finally:
-        await store.close()
     if state.record is None:
         raise NetworkError("the store does not show a run yet; the organiser starts it with `isles store`")
     return state
@@ -95,10 +92,9 @@ async def _everything(store: Store) -> list[Entry]:
 async def follow_run(access: Access, state: RunState) -> None:
     """Keep `state` up to date, for ever. Raises NetworkError when the store cannot be used to begin with."""
     state.run = access.run
-    store = await access.connect()
-    store.on_state = lambda up: state.board.connected(time.monotonic()) if up else state.board.disconnected(time.monotonic())
-    try:
+    async with access.store() as store:
+        store.on_state = lambda up: (
+            state.board.connected(time.monotonic()) if up else state.board.disconnected(time.monotonic())
+        )
         async for entry in store.watch():
             state.take(entry)
-    finally:
-        await store.close()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from isles.identity import Invite
 
 LOOK = 0.25  # seconds between looks at the cluster
-GRACE = 28.0  # seconds that a cluster has to leave; a container gives 30
 
 
 def register(app: typer.Typer) -> None:
@@ -97,7 +96,7 @@ def leave(
 ) -> None:
     """Have a cluster of this machine save and leave its run. Returns once it has."""
     from isles.agent.folder import ClusterFolder
-    from isles.agent.launch import running_agent
+    from isles.agent.launch import GRACE, running_agent
 
     folder = ClusterFolder(path)
     folder.read_settings()
@@ -134,10 +133,11 @@ def _invite(given: str) -> Invite:
 
 def _attend(agent: AgentProcess, folder: ClusterFolder, invite: Invite, stop: Stop, *, quiet: bool) -> None:
     """Show the run and keep the agent going until the run is over, or somebody says to stop. Raises AgentFailed."""
+    from isles.agent.access import Access
     from isles.cli.status import RunView
 
     try:
-        with RunView(invite, folder, live=not quiet) as view:
+        with RunView(Access.of_invite(invite), folder, live=not quiet) as view:
             while not stop():
                 if agent.keep() is not None:
                     break
@@ -146,4 +146,4 @@ def _attend(agent: AgentProcess, folder: ClusterFolder, invite: Invite, stop: St
         if stop():
             err.print("saving and leaving ...")
     finally:
-        agent.end(GRACE)
+        agent.end()

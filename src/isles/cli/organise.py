@@ -164,6 +164,9 @@ def store(
 
 
 async def _serve(server: StoreServer, organiser: Organiser | None, stop: object) -> None:
+    from isles.agent.access import Access, publish
+    from isles.agent.organiser import RunRecord
+
     await server.start()
     try:
         out.print(f"the store listens on {server.host}:{server.port}, its records are in {server.folder}", soft_wrap=True)
@@ -173,17 +176,18 @@ async def _serve(server: StoreServer, organiser: Organiser | None, stop: object)
         while not stop():  # type: ignore[operator]
             if organiser is not None and loop.time() >= at:
                 try:
-                    await organiser.publish()
-                    out.print(f"run {organiser.authority.run} can be joined", soft_wrap=True)
-                    sys.stdout.flush()
-                    organiser = None
+                    standing = await publish(Access.of_organiser(organiser), organiser.record, len(organiser.store))
                 except NetworkError as error:
-                    if "another run" in str(error):
-                        raise
                     if said != str(error):
                         said = str(error)
                         err.print(f"waiting for the store's other members ({error})", soft_wrap=True)
                     at = loop.time() + AGAIN
+                else:
+                    if standing is not None and RunRecord.parse(standing.value, "the store").digest != organiser.record.digest:
+                        raise NetworkError("the store already holds another run; start it in a folder of its own")
+                    out.print(f"run {organiser.authority.run} can be joined", soft_wrap=True)
+                    sys.stdout.flush()
+                    organiser = None
             await asyncio.sleep(0.1)
     finally:
         await server.stop()

@@ -18,7 +18,6 @@ from isles.errors import IslesError
 if TYPE_CHECKING:
     from isles.agent.access import Access
     from isles.agent.folder import ClusterFolder
-    from isles.identity import Invite
 
 LOOK = 0.25
 
@@ -64,13 +63,11 @@ def watch(where: Where = None) -> None:
 class RunView:
     """A live table of a run, kept up to date from the store by a thread."""
 
-    def __init__(self, access: Access | Invite, folder: ClusterFolder | None = None, *, live: bool) -> None:
-        from isles.agent.access import Access
+    def __init__(self, access: Access, folder: ClusterFolder | None = None, *, live: bool) -> None:
         from isles.agent.view import RunState
         from isles.cli.live import LiveTable
 
-        self._access = access if isinstance(access, Access) else Access.of_invite(access)
-        self._folder, self._state = folder, RunState()
+        self._access, self._folder, self._state = access, folder, RunState()
         self._live = LiveTable() if live else None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

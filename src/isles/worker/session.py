@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -67,13 +66,6 @@ class Parameters(Protocol):
 
     def mix(self, vector: Floats, start: int, stop: int, alpha: float) -> None:
         """x = alpha x + (1 - alpha) vector on [start, stop), in place."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a saved state of the workers goes with."""
-
-    rounds: tuple[int, ...]
 
 
 class Session:
