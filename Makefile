@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 
 demo: $(READY)
 	$(BIN)/isles init --force runs/demo
-	$(BIN)/isles up runs/demo/run.toml --set run.steps=200 --set codec.name=fp32 --check --out runs/demo/up $(if $(wildcard runs/demo/up/authority.json),--resume)
+	$(BIN)/isles up runs/demo/run.toml --set run.steps=100 --set codec.name=fp32 --check --out runs/demo/up $(if $(wildcard runs/demo/up/authority.json),--resume)
 	$(BIN)/isles simulate runs/demo/run.toml --compare --out runs/demo/out --resume
 
 test: $(READY) lint

@@ -6,7 +6,8 @@
 
 Every agent is a process of its own with mutual TLS, as in a run: contributions are encoded, sent to their owners, averaged, fetched back and
 on disk when the clock stops. The parameters are gaussian; the error is that of the decoded average against the exact mean of
-the pseudo-gradients, in their standard deviations. The slowest agent counts. Memory is what the process peaked at beyond what it
+the pseudo-gradients, in their standard deviations, and "+-" is the standard error of that mean: what chance alone gives a
+codec without bias over that many values. The slowest agent counts. Memory is what the process peaked at beyond what it
 held before the first round (with a warm-up round on a small vector), so the state itself does not count and the exchange does.
 """
 
@@ -90,7 +91,7 @@ async def _agent(
     rng = np.random.default_rng(index)
     base = np.zeros(size, np.float32)
     local = rng.standard_normal(size, dtype=np.float32)
-    residual = np.zeros(size, np.float32) if codec.needs_residual else None
+    residual = np.full(size, 0, np.float32) if codec.needs_residual else None  # written, so that it counts as state
     await asyncio.to_thread(barrier.wait)
     peers = {name: f"127.0.0.1:{ports[i]}" for i, name in enumerate(names)}
 
@@ -104,8 +105,9 @@ async def _agent(
 
         return await exchange.exchange(task, contribution)
 
-    await once(1, min(size, WARM))
-    await once(2, min(size, WARM))
+    for number in (1, 2):
+        await once(number, min(size, WARM))
+        await asyncio.to_thread(barrier.wait)  # who begins the next round no longer serves this one
     rows, digest = [], ""
     before = peak_rss()
     for number in range(3, 3 + repeats):
@@ -177,6 +179,7 @@ def measure(codec: str, size: int, agents: int, repeats: int) -> dict[str, Any]:
         "cpu": spread([max(r["cpu"] for r in row) for row in rounds]),
         "memory": max(r["memory"] for r in reports),
         "mean_error": reports[0]["mean_error"], "rms_error": reports[0]["rms_error"],
+        "standard_error": reports[0]["rms_error"] / size**0.5,
     }  # fmt: skip
 
 
@@ -203,7 +206,8 @@ def main() -> None:
                 print(
                     f"{codec:5} {values / 1e6:5.0f}M x {agents}: {s['min']:.3f} / {s['median']:.3f} / {s['max']:.3f} s"
                     f"{f' (bar {bar:.2f})' if bar else ''}, {row['sent'] / 1e6:.1f} MB sent each, {row['cpu']['median']:.2f} CPU s, "
-                    f"{row['memory'] / 2**20:.0f} MiB, mean error {row['mean_error']:+.1e}, rms {row['rms_error']:.1e}",
+                    f"{row['memory'] / 2**20:.0f} MiB, mean error {row['mean_error']:+.1e} +- {row['standard_error']:.0e}, "
+                    f"rms {row['rms_error']:.1e}",
                     flush=True,
                 )
     if given.json:

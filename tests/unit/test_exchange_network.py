@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import numpy as np
@@ -273,6 +274,32 @@ def test_a_peer_that_is_not_there_is_blamed_and_forgiven(tmp_path: Path) -> None
             assert made.at["a"].blamed(0) == ()
 
     run(play)
+
+
+def test_a_peer_that_went_away_and_came_back_is_not_held_to_refuse(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab") as made:
+            peers = made.at["a"].peers
+            for error, refused in [(ConnectionRefusedError(), True), (ConnectionResetError(), False)]:
+                peers.failed("b", "127.0.0.1:1", aiohttp.ClientConnectorError(mock.Mock(), error))
+                assert peers.health("b").refused == refused  # as the last try found it, and no longer
+
+    run(play)
+
+
+def test_a_peer_that_declines_for_long_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab") as made:
+            second = asyncio.create_task(made.join("b", made.record("ab", number=2)))  # type: ignore[arg-type]
+            late = asyncio.create_task(made.join("a", made.record("ab", number=1)))  # type: ignore[arg-type]
+            await asyncio.sleep(0.8)  # some tries
+            for task in (second, late):
+                task.cancel()
+            await asyncio.gather(second, late, return_exceptions=True)
+
+    run(play)
+    said = [r.getMessage() for r in caplog.records if r.name == "isles.exchange" and r.levelname == "WARNING"]
+    assert 1 <= len(said) <= 2 and all("is over here" in text for text in said), said  # of a PUT and a GET
 
 
 def test_a_contribution_that_is_not_finite_ends_the_attempt_of_its_cluster_only(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ is downloaded; for your own, run `isles data prepare` and point data.path at wha
 
 # The recipe that docs/results.md found to work in a run of minutes: a short round, four bits, a long warm-up, little momentum.
 STARTER = {
-    "run": {"name": "demo", "steps": 1500},
+    "run": {"name": "demo", "steps": 1000},
     "model": {"family": "llama", "parameters": "0.13M"},
     "data": {"path": "data", "inputs": ["python:stdlib"], "sequence_length": 64},
     "train": {"local_steps": 10, "batch_size": 8, "threads": 1},  # at this size a second thread costs more than it gives
-    "optimizer": {"lr": 8e-3, "warmup_steps": 300},
+    "optimizer": {"lr": 8e-3, "warmup_steps": 200},
     "outer": {"lr": 0.9, "momentum": 0.3},
     "codec": {"name": "int4"},
     "clusters": {"count": 4},

@@ -173,7 +173,7 @@ class Peers:
             health.moved()
             raise TooEarly
         self._complain(health, f"{peer} at {address} answers {answer.status}: {text or answer.reason}")
-        raise aiohttp.ClientResponseError(answer.request_info, (), status=answer.status)
+        raise Declined
 
     def _done(self, health: Health, width: Width, began: float, count: int) -> None:
         health.moved()
@@ -183,6 +183,8 @@ class Peers:
     def failed(self, peer: str, address: str, error: BaseException) -> None:
         health = self.health(peer)
         health.refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
+        if isinstance(error, Declined):
+            return  # _refuse has said it
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             text = f"{peer} at {address} does not prove that it is {peer} ({error.certificate_error}); it needs an invite of this run"
         elif health.refused:
@@ -206,6 +208,10 @@ class Pause:
     async def wait(self) -> None:
         await asyncio.sleep(self._next)
         self._next = min(1.0, self._next * 2)
+
+
+class Declined(aiohttp.ClientError):
+    """The peer gave an answer of another kind than was hoped for."""
 
 
 class TooEarly(Exception):
