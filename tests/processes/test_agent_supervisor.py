@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +29,10 @@ def made() -> Iterator[list[Supervisor]]:
             process.send(signal.SIGKILL)
 
 
-def supervise(made: list[Supervisor], folder: Path, command: list[str], ranks: int = 1) -> Supervisor:
-    supervisor = Supervisor(command, ranks, record=folder / "workers.json", log_file=folder / "workers.log")
+def supervise(
+    made: list[Supervisor], folder: Path, command: list[str], ranks: int = 1, over: Callable[[], bool] = lambda: False
+) -> Supervisor:
+    supervisor = Supervisor(command, ranks, record=folder / "workers.json", log_file=folder / "workers.log", over=over)
     made.append(supervisor)
     return supervisor
 
@@ -44,9 +46,8 @@ async def until(condition: object, seconds: float = 10.0) -> None:
 
 def test_ranks_are_told_who_they_are_and_end_well(made: list[Supervisor], tmp_path: Path) -> None:
     program = "import os; open(os.environ['RANK'], 'w').write(' '.join(os.environ[k] for k in ('LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
-    supervisor = supervise(
-        made, tmp_path, [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {program}"], ranks=2
-    )
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {program}"]
+    supervisor = supervise(made, tmp_path, command, 2, over=lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     asyncio.run(asyncio.wait_for(supervisor.run(), 20))
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 2 127.0.0.1", "1 2 127.0.0.1"]
 
@@ -66,6 +67,21 @@ def test_a_worker_that_is_killed_takes_its_group_with_it_and_all_start_again(mad
         assert not any(process.alive() for process in second) and not (tmp_path / "workers.json").exists()
 
     asyncio.run(play())
+
+
+def test_a_worker_that_ends_in_order_before_the_run_is_started_again(made: list[Supervisor], tmp_path: Path) -> None:
+    async def play() -> None:
+        polite = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(1, flush=True); time.sleep(60)"
+        supervisor = supervise(made, tmp_path, [sys.executable, "-c", polite])
+        running = asyncio.create_task(supervisor.run())
+        log = tmp_path / "workers.log"
+        await until(lambda: log.exists() and log.read_text().count("1") == 1)
+        os.kill(supervisor.pids[0], signal.SIGTERM)
+        await until(lambda: log.read_text().count("1") == 2)
+        await supervisor.stop(5.0)
+        await running
+
+    asyncio.run(asyncio.wait_for(play(), 30))
 
 
 def test_workers_that_fail_again_and_again_are_given_up(
@@ -95,6 +111,7 @@ def test_the_next_agent_adopts_what_runs(made: list[Supervisor], tmp_path: Path)
 
 def test_another_process_with_the_number_of_an_old_worker_is_left_alone(made: list[Supervisor], tmp_path: Path) -> None:
     (tmp_path / "workers.json").write_text(json.dumps([{"pid": os.getpid(), "born": "1"}]))
-    supervisor = supervise(made, tmp_path, [sys.executable, "-c", ""])
+    done = tmp_path / "done"
+    supervisor = supervise(made, tmp_path, [sys.executable, "-c", f"open({str(done)!r}, 'w')"], over=done.exists)
     asyncio.run(asyncio.wait_for(supervisor.run(), 20))
     assert not Process(os.getpid(), "1").alive() and Process.of(os.getpid()).alive()

@@ -134,6 +134,7 @@ def test_two_hosts_train_together_and_one_leaves_and_comes_back(person: Person) 
     assert rows["bob"]["address"] is None and str(rows["alice"]["address"]).startswith("127.0.0.1:")
     assert rows["bob"]["state"] == rows["alice"]["state"] == "active"
 
+    assert "takes part as alice now" in person.run("join", "alice.invite", "--quiet", "--out", "runs/again", code=2).stderr
     agent = running_agent(ClusterFolder(person.folder / f"runs/{made['run']}-alice"))
     assert agent is not None
     os.kill(agent, signal.SIGKILL)  # the command starts it again

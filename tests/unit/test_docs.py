@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.conftest import Isles
 
 from isles.spec.template import render_reference
 from isles.store.server import free_port
@@ -117,7 +118,10 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attended) -> None:
+def test_every_command_shown_runs(
+    page: Path, workplace: Path, attended: Attended, isles: Isles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
     for command in _commands(page):
         words = shlex.split(command)
         if command in MADE_ELSEWHERE:
@@ -139,8 +143,12 @@ def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attende
             attended.begin(words)
             continue
         if words[0] == "isles":
-            words = [sys.executable, "-m", *words]
-        elif words[:3] == ["python", "-m", "tests.simulation"]:
+            ended = isles(*words[1:])  # in this process: that the console script starts is seen by others
+            assert ended.code == 0, f"{command}\n{ended.out}\n{ended.err}"
+            if words[1] == "init":
+                _little_text(workplace / words[2], workplace / "docs")
+            continue
+        if words[:3] == ["python", "-m", "tests.simulation"]:
             one = ["apply before commit"] if words[-1] == "--mutations" else []
             words = [sys.executable, *words[1:], *one, "--seeds", "200", "--jobs", "1"]
         elif words[0] == "python":
@@ -150,8 +158,6 @@ def test_every_command_shown_runs(page: Path, workplace: Path, attended: Attende
         where = ROOT if "tests.simulation" in words else workplace
         done = subprocess.run(words, cwd=where, env=_environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        if words[2:4] == ["isles", "init"]:
-            _little_text(workplace / words[4], workplace / "docs")
     attended.end()
 
 

@@ -140,6 +140,16 @@ def test_an_empty_store_begins_after_the_last_round_that_was_applied() -> None:
     assert isinstance(action, Create) and (action.record.number, action.record.phase) == (6, Phase.TRAIN)
 
 
+def test_a_run_that_begins_again_from_a_disk_goes_on_at_its_step() -> None:
+    """The learning rate of who joins then is that of the run."""
+    (action,) = decide(Table("a").view(), local(40, step=4000), RULES)
+    assert isinstance(action, Create) and (action.record.open, action.record.step) == (41, 4000)
+    table = Table("a", "b")
+    table.round(RoundRecord(0, 38, Phase.TRAIN, base=BASE, step=3700))
+    (action,) = decide(table.view(), local(40, step=4000), RULES)
+    assert isinstance(action, Propose) and (action.record.open, action.record.step) == (41, 4000)
+
+
 def test_a_cluster_with_other_parameters_than_the_round_gets_them_anew() -> None:
     table = Table("b", "c")
     record = table.exchange("b", "c")

@@ -85,13 +85,14 @@ class Agent:
         self.status: dict[str, Any] = {
             "cluster": invite.cluster,
             "pid": os.getpid(),
+            "incarnation": self.incarnation,
             "step": restored.step,
             "state": "joining",
             "tokens": 0,
             "stalled": 0.0,
         }
         self.finished = self._done = self._leaving = False  # _done: there is nothing left to train
-        self.membership = Membership(self)
+        self.membership = Membership(self, before=str(folder.read_status().get("incarnation", "")))
         self._spoils = 0  # contributions in a row that were not finite
         self._checkpointed = restored.step
         self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
@@ -129,7 +130,11 @@ class Agent:
         port = await self.exchange.start(self.settings.host, self.settings.port)
         self.address = self.settings.advertise or f"{self.settings.host}:{port}"
         try:
+            self._write_status()
             await self._connect()
+            if self._over.is_set():
+                return
+            await self.membership.claim_name()
             self._make_drivers()
             await self.link.start()  # not before the drivers can take what workers say that were found running
             async with asyncio.TaskGroup() as self._group:
@@ -168,18 +173,20 @@ class Agent:
         """Connect to the store; it may come up later than the cluster."""
         said = ""
         context = client_context(self.invite.authority, self.invite.certified)
-        while True:
+        while not self._over.is_set():
             try:
                 self._store = await Store.connect(self.invite.store, self.invite.user, context)
-                break
+                self._store.on_state = self._on_store
+                return
             except NetworkError as error:
                 if "does not let" in str(error) or "certificate" in str(error):
                     raise
                 if str(error) != said:
                     said = str(error)
                     log.warning("%s; trying again", error)
-                await asyncio.sleep(1.0)
-        self._store.on_state = self._on_store
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._over.wait()
 
     def _on_store(self, connected: bool) -> None:
         if connected:
@@ -197,7 +204,7 @@ class Agent:
                 state=self.state, codec=self.restored.codec, table=self.spec.outer, rules=self.rules, board=self.board,
                 store=self.store, exchange=self.exchange, workers=self.link, journal=self.journal, lock=self.lock,
                 wake=self.wake, committed=self._committed, catch_up=self._catch_up, failed=self._fail,
-                spoiled=self._spoiled,
+                spoiled=self._spoiled, step=lambda: int(self.status["step"]),
             )
             for index in range(len(self.state.fragments))
         ]  # fmt: skip
@@ -226,6 +233,7 @@ class Agent:
         await self.membership.refresh()
         self.link.send(Stop("the cluster leaves the run"))
         await self.supervisor.stop(GRACE)
+        self.link.gone()
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and any(d.attempt is not None for d in self.drivers):
             await asyncio.sleep(0.05)
@@ -249,6 +257,7 @@ class Agent:
         while self.link.connected and time.monotonic() < deadline:
             await asyncio.sleep(TICK)
         await self.supervisor.stop(GRACE)
+        self.link.gone()
 
     async def _finish(self) -> None:
         """The run is over, or the workers have done its last step: stay while others may need something of us."""
@@ -354,8 +363,7 @@ class Agent:
             driver.workers_gone()
 
     async def _keep_workers(self) -> None:
-        while not self._leaving and not self._done:
-            await self.supervisor.run()
+        await self.supervisor.run()
         if self._done and not self._leaving:
             await self._finish()
 
@@ -419,7 +427,10 @@ class Agent:
     async def _start_workers(self, hello: Hello) -> None:
         """Give back what an earlier process had claimed and not trained, and begin."""
         prepared = self.drivers[0].prepared
-        keep = prepared.ranges if prepared is not None else ()
+        rounds = tuple(f.applied for f in self.state.fragments)
+        busy = tuple(d.index for d in self.drivers if d.prepared is not None)
+        resume = hello.saved == rounds and not busy
+        keep = (*(prepared.ranges if prepared is not None else ()), *(hello.kept if resume else ()))
         async with self.lock:
             try:
                 await self.samples.give_back(keep)
@@ -427,9 +438,6 @@ class Agent:
                 log.warning("%s", error)
                 self.link.holding = False
                 return
-            rounds = tuple(f.applied for f in self.state.fragments)
-            busy = tuple(d.index for d in self.drivers if d.prepared is not None)
-            resume = hello.saved == rounds and not busy
             step = max([seen.record.step for seen in self.board.rounds.values()], default=0)
             self.status["step"] = step
             self.link.begin(
@@ -468,7 +476,8 @@ class Agent:
         counters = self.exchange.counters.as_dict()
         self.status |= {
             "state": "finished" if self.finished else str(self.member), "rounds": [f.applied for f in self.state.fragments],
-            "digests": [f.digest for f in self.state.fragments], "connected": self.store.connected, "time": time.time(),
+            "digests": [f.digest for f in self.state.fragments], "time": time.time(),
+            "connected": self._store is not None and self._store.connected,
             "exchange_seconds": [round(d.exchange_seconds, 3) for d in self.drivers], "address": self.address,
             "bytes_up": sum(counters["up"].values()), "bytes_down": sum(counters["down"].values()), "workers": self.supervisor.pids,
             "trouble": self.membership.trouble,

@@ -66,8 +66,9 @@ class Claims:
         for name in sorted({*counts, cluster}):
             mine, held = self.given.get(name, 0), {c.round for c in self.ledger.held(name)}
             if name == cluster or (mine < number and len(held) <= AHEAD):
-                self.given[name] = mine + 1
-                self.ledger.claim(name, mine + 1, counts[name])
+                label = number if name == cluster else mine + 1  # more than one further when the store has lost what it held
+                self.given[name] = label
+                self.ledger.claim(name, label, counts[name])
         return True
 
     def count(self, record: RoundRecord) -> bool:

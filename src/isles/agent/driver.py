@@ -79,13 +79,13 @@ class FragmentDriver:
         self, index: int, *, cluster: str, incarnation: str, run: str, seed: int, state: OuterState, codec: Codec, table: OuterTable,
         rules: Rules, board: Board, store: Records, exchange: Exchange, workers: Workers, journal: Journal, lock: asyncio.Lock,
         wake: Callable[[], None], committed: Callable[[int, int], Awaitable[None]], catch_up: Callable[[int, bool], Awaitable[None]],
-        failed: Callable[[Exception], None], spoiled: Callable[[int, int], Awaitable[None]],
+        failed: Callable[[Exception], None], spoiled: Callable[[int, int], Awaitable[None]], step: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         self.index, self.cluster, self.incarnation, self.run, self.seed = index, cluster, incarnation, run, seed
         self.state, self.codec, self.table, self.rules, self.board = state, codec, table, rules, board
         self.store, self.exchange, self.workers, self.journal, self._lock = store, exchange, workers, journal, lock
         self._wake, self._committed, self._catch_up, self._failed = wake, committed, catch_up, failed
-        self._spoiled = spoiled
+        self._spoiled, self._step = spoiled, step
         self.start, self.stop = state.layout.fragments[index]
         self.prepared: ReadyRecord | None = None
         self._sound = True  # whether what is prepared was checked
@@ -110,7 +110,9 @@ class FragmentDriver:
         row = self.journal.fragments[self.index]
         exposed = row.exposed, row.incarnation
         prepared = self.prepared if self._sound else None
-        return Local(self.cluster, self.incarnation, fragment.applied, fragment.digest, prepared, attempt, held, exposed)
+        return Local(
+            self.cluster, self.incarnation, fragment.applied, fragment.digest, prepared, attempt, held, exposed, self._step()
+        )  # fmt: skip
 
     def handed_off(self, flight: Flight) -> None:
         """The workers have written their parameters of this fragment into the shared file. Nobody is told before they are checked."""

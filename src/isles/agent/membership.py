@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -9,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from isles.agent.catchup import reachable
-from isles.errors import NetworkError
-from isles.protocol import FiguresRecord, MemberRecord, Phase, State, pack
+from isles.errors import IslesError, NetworkError, UsageError
+from isles.protocol import BEAT, FiguresRecord, MemberRecord, Phase, State, pack, parse
 
 if TYPE_CHECKING:
     from isles.agent.agent import Agent
@@ -22,13 +23,32 @@ FIGURES = 5  # beats between two reports for people
 
 
 class Membership:
-    """The member's record of an agent. trouble: what a person should know of, in a sentence."""
+    """The member's record of an agent. before: incarnation of this folder's agent before; trouble: what a person should know of, in a sentence."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, agent: Agent, before: str = "") -> None:
+        self._agent, self._before = agent, before
         self._beats = 0
         self._hidden_since: float | None = None  # when the others said that they cannot reach this cluster
         self.trouble = ""
+
+    async def claim_name(self) -> None:
+        """See that no other process takes part under this cluster's name. Raises UsageError."""
+        me, seen = self._agent.invite.cluster, 0
+        for last in (False, True):
+            try:
+                entry = await self._agent.store.get(f"members.{me}")
+                record = None if entry is None else parse(MemberRecord, entry.value)
+            except IslesError:  # it cannot be seen, or is damaged: the next refresh writes it anew
+                return
+            if entry is None or record is None or record.state is State.LEAVING or record.incarnation == self._before:
+                return
+            if last and entry.revision != seen:
+                raise UsageError(
+                    f"another machine, or another folder, takes part as {me} now; end that one with `isles leave`, or have the "
+                    "organiser invite this one under a name of its own"
+                )
+            seen = entry.revision
+            await asyncio.sleep(0 if last else 2.5 * BEAT)
 
     async def refresh(self) -> None:
         """Say how the cluster stands."""

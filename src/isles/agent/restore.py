@@ -45,6 +45,14 @@ def check_spec(spec: Spec) -> None:
         raise SpecError("streaming.merge 'eager' works in `isles simulate` only; use keep or mix between real clusters")
     if spec.outer.merge == "radial":
         raise SpecError("outer.merge 'radial' works in `isles simulate` only; use mean between real clusters")
+    if spec.clusters.events or spec.clusters.speeds:
+        raise SpecError(
+            "clusters.events and clusters.speeds play unequal clusters in `isles simulate`; real ones come, leave and are slow by themselves"
+        )
+    if spec.clusters.join_state == "peer":
+        raise SpecError("clusters.join_state 'peer' works in `isles simulate` only; use fresh between real clusters")
+    if spec.clusters.pace == "scale":
+        raise SpecError("clusters.pace 'scale' works in `isles simulate` only; use wait or train between real clusters")
     if spec.streaming.overlap >= min([spec.train.local_steps, *(h for _, h in spec.train.local_steps_schedule)]):
         raise SpecError("streaming.overlap must be shorter than a round between real clusters")
 

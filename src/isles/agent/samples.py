@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from isles.agent.claims import Claims, Range
 from isles.agent.journal import Journal
-from isles.errors import NetworkError
+from isles.errors import DiskError, NetworkError
 from isles.protocol import Board, RoundRecord, State
 from isles.store import Store
 from isles.worker.link import Claim, Need
@@ -40,12 +40,18 @@ class Samples:
         """Claim samples for the workers, one claim after the other, for ever."""
         while True:
             need = await self._needs.get()
-            while need.number == self._journal.taken + 1:
+            said = ""
+            while need.number in (
+                self._journal.taken,
+                self._journal.taken + 1,
+            ):  # the last one may not have come to the workers
                 try:
                     await self._claim(need)
                     break
-                except NetworkError as error:
-                    log.warning("%s", error)
+                except (NetworkError, DiskError) as error:
+                    if str(error) != said:
+                        said = str(error)
+                        log.warning("%s", error)
                     await asyncio.sleep(0.5)
 
     async def count(self, record: RoundRecord) -> None:
@@ -71,7 +77,8 @@ class Samples:
             return claims.give(self.cluster, need.number, dict.fromkeys([*active, self.cluster], need.count)) or any(freed)
 
         claims = await self._change(change)
-        self._journal.claimed(need.number)
+        if need.number > self._journal.taken:
+            self._journal.claimed(need.number)
         self._hand_over(Claim(need.number, claims.ranges(self.cluster, need.number)))
 
     async def _change(self, change: Callable[[Claims], bool]) -> Claims:

@@ -94,7 +94,9 @@ class Supervisor:
         return [process.pid for process in self._group]
 
     async def run(self) -> None:
-        """Keep the workers running until all have ended well, or `stop` is called. Raises WorkersFailed."""
+        """Keep the workers running until `over`, or `stop` is called; those that end before, also in order, are started again.
+
+        Raises WorkersFailed."""
         self._adopt()
         while not self._stopping:
             if not self._group:
@@ -104,7 +106,7 @@ class Supervisor:
                 await self._end_group(signal.SIGKILL, 5.0)
                 self._restarting = False
                 continue
-            if self._stopping or code == 0 or self._over():
+            if self._stopping or self._over():
                 return
             await self._end_group(signal.SIGKILL, 5.0)
             self._failures = [t for t in self._failures if time.monotonic() - t < WINDOW] + [time.monotonic()]

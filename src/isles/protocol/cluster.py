@@ -30,7 +30,7 @@ class Local:
     applied: the last round in its global parameters; base: their digest. prepared: its frozen contribution to round applied + 1.
     attempt: the exchange it takes part in. held: (round, digest) of the whole encoded averages on its disk. exposed: the last round in
     whose exchange `prepared` was shown, and by which process; workers, and what they prepared, may outlive the agent. (0, "") for a
-    contribution that was never shown: one that was made anew must not pass for the one that was lost."""
+    contribution that was never shown: one that was made anew must not pass for the one that was lost. step: of the run, as far as it knows."""
 
     cluster: str
     incarnation: str
@@ -40,6 +40,7 @@ class Local:
     attempt: Attempt | None = None
     held: frozenset[tuple[int, str]] = frozenset()
     exposed: tuple[int, str] = (0, "")
+    step: int = 0
 
     def is_in(self, number: int, participants: tuple[Participant, ...]) -> bool:
         """Whether what it had prepared is in a round of these participants, shown by this process or by the one before."""
@@ -123,14 +124,14 @@ Action = Create | Propose | WriteReady | WriteDone | Begin | Cease | Apply | Fet
 def decide(view: View, local: Local, rules: Rules, *, may_propose: bool = True) -> list[Action]:
     """What the cluster should do now, in this order. Empty: nothing until something changes or time passes."""
     if view.round is None:
-        return [Create(first_round(view.fragment, local.base, local.applied))] if may_propose else []
+        return [Create(first_round(view.fragment, local.base, local.applied, step=local.step))] if may_propose else []
     record = view.round.record
     if record.open > local.applied + 1:
         return _behind(record, local)
     if record.open < local.applied + 1:
         # Either an older record still stands here, and this is refused; or the store has lost what it had said, and the run goes on
         # from what was applied. The attempt's number is one that nobody has used.
-        lost = first_round(view.fragment, local.base, local.applied, view.round.revision)
+        lost = first_round(view.fragment, local.base, local.applied, view.round.revision, local.step)
         return [Propose(lost, view.round.revision)] if may_propose and view.round.revision else []
     actions = _train_or_exchange(view, record, local)
     successor = next_round(view, rules) if may_propose else None

@@ -49,11 +49,14 @@ class Rules:
         return record.phase is Phase.COMMITTED and 0 < self.steps <= record.step
 
 
-def first_round(fragment: int, base: str, applied: int = 0, revision: int = 0) -> RoundRecord:
+def first_round(fragment: int, base: str, applied: int = 0, revision: int = 0, step: int = 0) -> RoundRecord:
     """The record that a run begins with. base: digest of the initial parameters, which every cluster must share.
 
-    A store that has lost what it held begins with the round after the last that was applied; revision: of what it still shows."""
-    return RoundRecord(fragment, applied + 1, Phase.TRAIN, AFRESH + revision if applied else 0, base=base)
+    A store that has lost what it held begins with the round after the last that was applied, and at the run's step; revision: of what it
+    still shows."""
+    if not applied:
+        return RoundRecord(fragment, 1, Phase.TRAIN, base=base)
+    return RoundRecord(fragment, applied + 1, Phase.TRAIN, AFRESH + revision, base=base, step=step)
 
 
 def next_round(view: View, rules: Rules) -> RoundRecord | None:

@@ -43,7 +43,7 @@ class Flight:
 @dataclass(frozen=True)
 class Hello:
     """How the workers stand. fresh: they hold nothing yet and wait for Start. merged: the last round merged, of each fragment. saved: the rounds
-    that a saved state of theirs goes with, if there is one. taken: claims received."""
+    that a saved state of theirs goes with, if there is one; kept: the samples trained in it that are in no round. taken: claims received."""
 
     pid: int
     ranks: int
@@ -54,6 +54,7 @@ class Hello:
     flights: dict[int, Flight] = field(default_factory=dict)
     released: tuple[int, ...] = ()
     saved: tuple[int, ...] | None = None
+    kept: tuple[Range, ...] = ()
     taken: int = 0
 
 

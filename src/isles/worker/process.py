@@ -33,6 +33,7 @@ class Worker:
         self.session = parameters.session = Session(
             folder, parameters if rank.ranks else rank.parameters, self.spec, fragments=rank.layout.fragments,
             layout=rank.layout.digest(), ranks=rank.size, saved=rank.saved.rounds(),
+            kept=rank.saved.ranges(),
         )  # fmt: skip
         self.signal = 0
         self.session.interrupted = lambda: bool(self.signal)
@@ -71,9 +72,8 @@ class Worker:
 
     def _save(self) -> None:
         """Only between rounds: while a fragment is under way, a restart begins from the global parameters anyhow."""
-        schedule = self.session.schedule
-        if not any(f.flight for f in schedule.fragments):
-            self.crew.save(schedule.to_dict())
+        if self.session.whole:
+            self.crew.save(self.session.schedule.to_dict())
 
 
 def work(folder: Path) -> None:

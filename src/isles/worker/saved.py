@@ -34,6 +34,11 @@ class SavedState:
         record = self.schedule()
         return None if record is None else tuple(int(row[-1]) for row in record["fragments"])
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """The samples trained in the saved state since the last round of fragment 0, in which samples are counted."""
+        record = self.schedule()
+        return [] if record is None else [(int(a), int(b)) for a, b in record["fragments"][0][3]]
+
     def schedule(self) -> dict[str, Any] | None:
         """The saved schedule; None when there is none that can be read."""
         metadata = None if self._forgotten else self._metadata()

@@ -34,8 +34,15 @@ class Schedule:
 
     def __init__(self, spec: Spec, fragments: int, step: int = 0) -> None:
         self._spec, self.step = spec, step
-        h = spec.train.local_steps_at(step)
-        self.fragments = [FragmentSchedule(index * h // fragments or h) for index in range(fragments)]
+        self.fragments = [FragmentSchedule(self._next(index, fragments) - step) for index in range(fragments)]
+
+    def _next(self, index: int, fragments: int) -> int:
+        """The first step after the present one at which a fragment is due: whoever begins late keeps step with the others."""
+        h = self._spec.train.local_steps_at(0)
+        due = index * h // fragments or h
+        while due <= self.step:
+            due += self._spec.train.local_steps_at(due)
+        return due
 
     @property
     def finished(self) -> bool:

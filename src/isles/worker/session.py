@@ -74,15 +74,16 @@ class Session:
     parameters: of the model that trains.
     spec: the run's.
     fragments: ranges of the flat layout; layout: its digest.
-    saved: rounds that a saved local state goes with, which `Start.resume` may ask to go on from.
+    saved: rounds that a saved local state goes with, which `Start.resume` may ask to go on from; kept: the samples that are trained in it and
+    in no round yet.
     """
 
     def __init__(
         self, folder: Path, parameters: Parameters, spec: Spec, *, fragments: Sequence[tuple[int, int]], layout: str,
-        ranks: int = 1, saved: tuple[int, ...] | None = None, shared: SharedParameters | None = None,
+        ranks: int = 1, saved: tuple[int, ...] | None = None, kept: Sequence[Range] = (), shared: SharedParameters | None = None,
     ) -> None:  # fmt: skip
         self._parameters, self._spec, self._fragments = parameters, spec, list(fragments)
-        self._layout, self._ranks, self._saved = layout, ranks, saved
+        self._layout, self._ranks, self._saved, self._kept = layout, ranks, saved, tuple(kept)
         self._link = AgentLink(folder)
         self._shared = shared
         self._path = folder / "parameters.f32"
@@ -93,6 +94,7 @@ class Session:
         self._stop: Stop | None = None
         self._positions: list[Range] = []  # claimed and not trained
         self._taken = 0  # claims received
+        self._asked: Need | None = None  # for a claim that has not come
         self._started: Start | None = None
         self.stalled = 0.0  # seconds spent waiting since the last local step
         self._began = time.monotonic()
@@ -111,6 +113,11 @@ class Session:
     @property
     def running(self) -> bool:
         return self._stop is None and not self.interrupted() and not self.schedule.finished
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameters are all there: nothing is handed off, and no progress set apart."""
+        return not self._released and not any(f.flight for f in self.schedule.fragments)
 
     @property
     def reason(self) -> str:
@@ -153,7 +160,7 @@ class Session:
         while self._left() < count:
             if self._stop is not None or self.interrupted():
                 return None
-            self._link.send(Need(self._taken + 1, each))
+            self._ask(each)
             self._wait(lambda: self._left() >= count)
         taken: list[Range] = []
         missing = count
@@ -166,8 +173,14 @@ class Session:
                 self._positions.pop(0)
             missing -= size
         if self._left() < max(count, each // 4):
-            self._link.send(Need(self._taken + 1, each))
+            self._ask(each)
         return taken
+
+    def _ask(self, count: int) -> None:
+        """Ask for the next claim, once; what is not answered is asked again on the next connection."""
+        if self._asked is None:
+            self._asked = Need(self._taken + 1, count)
+            self._link.send(self._asked)
 
     def _left(self) -> int:
         return sum(stop - start for start, stop in self._positions)
@@ -194,7 +207,7 @@ class Session:
         """Hand off, wait and merge until nothing more is due at this step."""
         while True:
             for index in range(len(self._fragments)):
-                if index in self._arrived and self.schedule.may_merge(index):
+                if index in self._arrived and (index in self._released or self.schedule.may_merge(index)):
                     self._merge(self._arrived.pop(index))
                 if self.schedule.due(index) and index not in self._released:
                     self._hand_off(index)
@@ -210,7 +223,10 @@ class Session:
         self._link.send(HandedOff(index, self.schedule.handed_off(index)))
 
     def _release(self, index: int) -> None:
-        """Set the progress apart: since the hand-off, or since the global parameters were taken."""
+        """Set the progress apart: since the hand-off, or since the global parameters were taken. A result that waits for its time is merged
+        before: the global parameters are still those of its round."""
+        if index in self._arrived:
+            self._merge(self._arrived.pop(index))
         if index not in self._released:
             fragment, (first, stop) = self.schedule.fragments[index], self._fragments[index]
             assert self._shared is not None
@@ -229,6 +245,8 @@ class Session:
         elif merge.late:
             own = fragment.flight is not None and not fragment.foreign
             self._parameters.add(sent if own else g, first, stop)
+        elif index in self._released:  # what was handed off is in the round, and what was trained since lies apart
+            self._parameters.add(g, first, stop)
         elif fragment.flight is not None and fragment.flight.step == self.step:
             self._parameters.read_in(g, first, stop)
         elif self._spec.streaming.merge == "mix":
@@ -252,6 +270,8 @@ class Session:
     def _hear(self, seconds: float) -> None:
         if not self._link.connected:
             self._link.connect(self._hello())
+            if self._asked is not None:
+                self._link.send(self._asked)
         for message in self._link.receive(seconds):
             self._take(message)
 
@@ -261,7 +281,7 @@ class Session:
                 self._started = message
             case Claim(number, ranges):
                 if number == self._taken + 1:
-                    self._taken = number
+                    self._taken, self._asked = number, None
                     self._positions += ranges
             case Release(fragment):
                 self._release(fragment)
@@ -277,5 +297,5 @@ class Session:
         return Hello(
             pid=os.getpid(), ranks=self._ranks, layout=self._layout, fresh=self._fresh, step=self.step,
             merged=tuple(f.merged for f in fragments), flights={} if self._fresh else own, released=tuple(sorted(self._released)),
-            saved=self._saved, taken=self._taken,
+            saved=self._saved, kept=self._kept, taken=self._taken,
         )  # fmt: skip
