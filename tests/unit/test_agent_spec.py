@@ -10,17 +10,17 @@ from isles.spec import spec_from
 
 
 @pytest.mark.parametrize(
-    "override",
+    "overrides",
     [
-        "streaming.merge=eager",
+        "streaming.merge=eager streaming.overlap=8",
         "outer.merge=radial",
         "streaming.overlap=8",
-        "clusters.speeds=[1.0, 0.5]",
+        "clusters.speeds=[1.0,0.5]",
         "clusters.join_state=peer",
         "clusters.pace=scale",
     ],
 )
-def test_what_only_the_simulator_does_is_refused(override: str) -> None:
+def test_what_only_the_simulator_does_is_refused(overrides: str) -> None:
     tables = {
         "run": {"steps": 40},
         "model": {"family": "llama", "parameters": "0.1M"},
@@ -28,5 +28,5 @@ def test_what_only_the_simulator_does_is_refused(override: str) -> None:
         "clusters": {"count": 2},
     }
     check_spec(spec_from(tables))
-    with pytest.raises(SpecError, match="between real clusters|by themselves"):
-        check_spec(spec_from(tables, [override]))
+    with pytest.raises(SpecError, match=r"between real clusters|by themselves"):
+        check_spec(spec_from(tables, overrides.split()))

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from isles.errors import CheckpointError
+from isles.files import sync
 from isles.worker.loop import Loop
 
 log = logging.getLogger("isles.worker")
@@ -63,6 +64,7 @@ class SavedState:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.state_tensors().items()}
             save_file(tensors, self._temporary, metadata={"schedule": json.dumps(schedule), "ranks": str(self.ranks)})
+            sync(self._temporary)
         except (OSError, SafetensorError) as error:
             raise self._refused(error) from error
 
