@@ -133,3 +133,18 @@ def test_sparseloco_steps_without_momentum() -> None:
     outer = outer_optimizer(OuterTable(name="sparseloco", lr=1.0), values)
     outer.step([_tensors(0.25)])
     assert values.item() == 0.75 and outer.momentum == 0
+
+
+def test_it_goes_on_elsewhere_with_its_momentum() -> None:
+    first, second = torch.ones(5), torch.ones(5)
+    moved, stayed = OuterOptimizer([first]), OuterOptimizer([second])
+    for outer in (moved, stayed):
+        outer.step([torch.full((5,), 0.5)])
+    there = first.clone()
+    moved.move_to([there])
+    before = first.clone()
+    for outer in (moved, stayed):
+        outer.step([torch.full((5,), 0.25)])
+    assert torch.equal(there, second) and torch.equal(first, before)
+    with pytest.raises(ValueError, match="in place of"):
+        moved.move_to([torch.ones(4)])

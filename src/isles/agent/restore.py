@@ -68,7 +68,8 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
     codec = get_codec(spec.codec)
     shared = SharedParameters(folder.shared, layout.total, create=True)
     residual = np.zeros(layout.total, np.float32) if codec.needs_residual else None
-    state = OuterState(layout, spec.outer, shared.globals, shared.sent, residual)
+    # beside the mapped file: workers that outlived an agent may be reading there, and must see no earlier round
+    state = OuterState(layout, spec.outer, np.empty(layout.total, np.float32), shared.sent, residual)
     digest = run_digest(spec, "none", "" if dataset is None else dataset.digest, layout)
     checkpoints = CheckpointStore(folder.checkpoints, run_digest=digest, keep=spec.checkpoint.keep)
     journal = Journal(folder.journal, len(layout.fragments))
@@ -86,6 +87,7 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
         record = {"applied": [0] * len(state.fragments), "digests": [f.digest for f in state.fragments]}
         checkpoints.save(0, record, {"global": state.tensors()})
     replay(state, journal, Averages(folder.exchange / "averages"))
+    state.move_to(shared.globals)
     return made
 
 

@@ -44,6 +44,12 @@ class OuterState:
         self.optimizer = outer_optimizer(table, torch.from_numpy(globals_))
         self.fragments = [FragmentState(0, "") for _ in layout.fragments]
 
+    def move_to(self, globals_: Floats) -> None:
+        """Keep the global parameters in another vector from now on, which takes their values over."""
+        np.copyto(globals_, self.globals)
+        self.globals = globals_
+        self.optimizer.move_to([torch.from_numpy(globals_)])
+
     def begin(self, values: Floats) -> None:
         """Set the global parameters that a run begins with."""
         np.copyto(self.globals, values)

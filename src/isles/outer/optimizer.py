@@ -62,6 +62,13 @@ class OuterOptimizer:
         self._momentum = [np.zeros_like(v) for v in self._values] if momentum else []
         self._starts = np.cumsum([0] + [v.size for v in self._values]).tolist()
 
+    def move_to(self, params: Sequence[torch.Tensor]) -> None:
+        """Work on these tensors from now on, of the same sizes and values; the momentum stays. Raises ValueError."""
+        values = [_flat(p, f"parameter {i}") for i, p in enumerate(params)]
+        if [v.size for v in values] != [v.size for v in self._values]:
+            raise ValueError(f"parameters of sizes {[v.size for v in values]} in place of {[v.size for v in self._values]}")
+        self._values = values
+
     @property
     def numel(self) -> int:
         """Values in all tensors together."""
