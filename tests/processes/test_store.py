@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,11 @@ def test_a_cluster_writes_its_own_records_and_no_others(tmp_path: Path, monkeypa
             for subject in ("$JS.API.STREAM.DELETE.KV_run", "$JS.API.STREAM.PURGE.KV_run", "$JS.API.STREAM.MSG.DELETE.KV_run"):
                 with pytest.raises(Exception, match="timeout"):
                     await store._client.request(subject, b"", timeout=0.3)
-            assert await organiser.get("spec") is not None
+            await store._client.publish("$KV.run.members.a", b"all mine", headers={"Nats-Rollup": "all"})
+            await store._client.flush()
+            for key, value in {"spec": b"the spec", "members.a": b"mine", "rounds.0": b"mine"}.items():
+                entry = await organiser.get(key)
+                assert entry is not None and entry.value == value
 
     run(play)
 
@@ -180,6 +185,36 @@ def test_one_of_three_members_may_die(tmp_path: Path) -> None:
             await patiently(lambda: store.put("ready.0.a", b"2"))
             entry = await patiently(lambda: store.get("members.a"))
             assert isinstance(entry, Entry) and entry.value == b"1"
+
+    run(play)
+
+
+def test_a_host_cannot_make_itself_a_member_of_the_store(tmp_path: Path) -> None:
+    """Its certificate is of the run, and the account is named in its token: that is all that a server of its own would have."""
+
+    async def play() -> None:
+        async with ground(tmp_path, bucket=False) as g:
+            ports = [free_port("127.0.0.1") for _ in range(3)]
+            members = [f"127.0.0.1:{port}" for port in ports]
+            await asyncio.gather(*(g.serve(f"s{i}", cluster_port=ports[i], members=members) for i in range(3)))
+            organiser = await g.connect("organiser", organiser=True)
+            await patiently(lambda: organiser.create_bucket(replicas=3))
+            await patiently(lambda: organiser.put("spec", b"the spec"))
+            papers = StorePapers.issue(g.authority, "alice", ["127.0.0.1"])
+            rogue_port = free_port("127.0.0.1")
+            rogue = StoreServer(
+                tmp_path / "rogue", replace(papers, secret="guess"), name="rogue", cluster_port=rogue_port, members=members
+            )
+            g.servers.append(rogue)
+            await rogue.start()
+            log = tmp_path / "rogue" / "server.log"
+            deadline = time.monotonic() + 15
+            while "Authorization Violation" not in "".join(p.read_text() for p in tmp_path.glob("*/server.log")):
+                assert time.monotonic() < deadline, log.read_text()
+                await asyncio.sleep(0.1)
+            for i in range(3):
+                said = (tmp_path / f"s{i}" / "server.log").read_text()
+                assert "rogue" not in said and g.authority.members_secret() not in said
 
     run(play)
 

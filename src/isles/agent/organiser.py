@@ -111,7 +111,7 @@ def member_of(path: Path, folder: Path, listen: str) -> StoreServer:
         kept: Any = json.loads(path.read_bytes())
         papers, number, members = kept["papers"], int(kept["number"]), [str(m) for m in kept["members"]]
         trust = StoreTrust(papers["trust"]["operator"], *(_pair(papers["trust"][name]) for name in ("system", "account")))
-        made = StorePapers(papers["run"], trust, papers["authority"], Certified(**papers["certified"]))
+        made = StorePapers(papers["run"], trust, papers["authority"], Certified(**papers["certified"]), str(papers["secret"]))
         port = int(members[number - 1].rpartition(":")[2])
     except OSError as error:
         raise UsageError(

@@ -6,6 +6,7 @@ cluster write its own records and those that are guarded by compare-and-set, and
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 import secrets
@@ -104,6 +105,10 @@ class Authority:
             )
         return issue(self.certified, name, addresses)
 
+    def members_secret(self) -> str:
+        """What members of the store show each other, and nobody else has."""
+        return hmac.new(self.system.seed.encode(), b"isles: members of the store", "sha256").hexdigest()
+
     def trust(self) -> StoreTrust:
         operator = token(
             self.operator, self.operator.public, self.run, {"type": "operator", "system_account": self.system.public}
@@ -126,7 +131,8 @@ class Authority:
         )
 
     def admit(self, cluster: str) -> StoreUser:
-        """A cluster's access to the store: it reads everything, and writes what is its own or guarded by compare-and-set."""
+        """A cluster's access to the store: it reads everything, and writes its own records and those that clusters share (rounds, claims, the
+        layout). The store does not hold a writer of these to compare-and-set; who reads them checks them."""
         keys = [
             f"members.{cluster}",
             f"figures.{cluster}",

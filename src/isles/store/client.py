@@ -118,7 +118,7 @@ class Store:
         """Make the bucket if there is none. Raises NetworkError."""
         config = StreamConfig(
             name=f"KV_{BUCKET}", subjects=[f"$KV.{BUCKET}.>"], max_msgs_per_subject=1, max_msg_size=MAX_VALUE + 1024,
-            storage=StorageType.FILE, num_replicas=replicas, allow_rollup_hdrs=True, deny_delete=True, allow_direct=False,
+            storage=StorageType.FILE, num_replicas=replicas, allow_rollup_hdrs=False, deny_delete=True, deny_purge=True, allow_direct=False,
             discard=DiscardPolicy.NEW, retention=RetentionPolicy.LIMITS, duplicate_window=0,
         )  # fmt: skip
         try:

@@ -40,12 +40,13 @@ class StorePapers:
     trust: StoreTrust
     authority: str  # the run's certificate, PEM
     certified: Certified
+    secret: str  # by which members know each other: every cluster holds a certificate of the run, so that is not enough
 
     @classmethod
     def issue(cls, authority: Authority, name: str, addresses: Sequence[str]) -> StorePapers:
         """For the member `name`, reached at these host names or IP addresses."""
         certified = authority.certify(name, addresses)
-        return cls(authority.run, authority.trust(), authority.certified.certificate, certified)
+        return cls(authority.run, authority.trust(), authority.certified.certificate, certified, authority.members_secret())
 
 
 def binary() -> str:
@@ -147,9 +148,11 @@ class StoreServer:
         cluster = ""
         if self.members:
             host = self.members[0].rpartition(":")[0] if not self.cluster_port else self.host
-            routes = ", ".join(f'"tls://{member}"' for member in self.members)
+            login = f"isles:{self.papers.secret}"
+            routes = ", ".join(f'"tls://{login}@{member}"' for member in self.members)
             cluster = (
-                f'cluster {{ name: "{self.papers.run}", listen: "{host}:{self.cluster_port}", routes: [{routes}], tls: {tls} }}'
+                f'cluster {{ name: "{self.papers.run}", listen: "{host}:{self.cluster_port}", routes: [{routes}], tls: {tls}, '
+                f'authorization {{ user: "isles", password: "{self.papers.secret}", timeout: 5 }} }}'
             )
         return f"""server_name: "{self.name}"
 listen: "{self.host}:{self.port}"
