@@ -330,10 +330,10 @@ class Agent:
         applied = [f.applied for f in self.state.fragments]
         step = max(int(self.status["step"]), self._checkpointed)
         tensors = {"global": self.state.tensors()}
-        if self.state.residual is not None:
+        if (residual := self.state.residual_before()) is not None:
             import torch
 
-            tensors["residual"] = {"residual": torch.from_numpy(self.state.residual)}
+            tensors["residual"] = {"residual": torch.from_numpy(residual)}
         state = {"applied": applied, "digests": [f.digest for f in self.state.fragments]}
         await asyncio.to_thread(self.restored.checkpoints.save, step, state, tensors)
         self._checkpointed = step

@@ -7,7 +7,9 @@ that is started at most once at a time; whatever it changes leads to the next de
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,7 +19,7 @@ from isles.agent.journal import Journal
 from isles.agent.state import OuterState, chunk_bounds
 from isles.agent.tasks import end
 from isles.codec import Codec, NonFiniteError, rounding_seed
-from isles.errors import IslesError, NetworkError
+from isles.errors import CheckpointError, DiskError, IslesError, NetworkError
 from isles.exchange import Exchange, Task
 from isles.outer import contribution_weights
 from isles.protocol import (
@@ -71,6 +73,10 @@ class Workers(Protocol):
         """Tell the workers that round `number` is in the global parameters; step: of the run then, 0 when it is not known."""
 
 
+class RoundOver(IslesError):
+    """A thread was still encoding for a round that is over."""
+
+
 class FragmentDriver:
     """Drives one fragment. `wake` is called whenever something changed; `committed` after every round that was applied. `lock` is held while
     global parameters change."""
@@ -91,6 +97,10 @@ class FragmentDriver:
         self._sound = True  # whether what is prepared was checked
         self.own = False  # whether the workers that train now are those that handed `prepared` off
         self.attempt: Attempt | None = None
+        self._encoding = threading.Lock()
+        self._encoded: tuple[int, int] | None = (
+            None  # round, and values in a chunk, for which the contribution is being encoded
+        )
         self._exchanging: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._complaints: dict[str, str] = {}  # what each task last failed with; said once
@@ -203,9 +213,7 @@ class FragmentDriver:
             try:
                 await work
             except IslesError as error:
-                if self._complaints.get(name) != str(error):
-                    log.warning("fragment %d: %s: %s", self.index, name, error)
-                self._complaints[name] = str(error)
+                self._complain(name, error)
                 await asyncio.sleep(AGAIN)  # it will be decided again
             except Exception as error:
                 self._failed(error)
@@ -216,6 +224,11 @@ class FragmentDriver:
                 self._wake()
 
         self._running[name] = asyncio.create_task(run(), name=f"fragment {self.index}: {name}")
+
+    def _complain(self, name: str, error: IslesError) -> None:
+        if self._complaints.get(name) != str(error):
+            log.warning("fragment %d: %s: %s", self.index, name, error)
+        self._complaints[name] = str(error)
 
     def _write(self, key: str, record: ReadyRecord | RoundRecord | object, revision: int | None) -> None:
         async def write() -> None:
@@ -246,22 +259,30 @@ class FragmentDriver:
         own = rounding_seed(self.seed, self.index, record.number, self.cluster)
         members = self.board.members
         peers = {p.cluster: members[p.cluster].record.address for p in record.participants if p.cluster in members}
-        task = Task(
-            run=self.run, record=record, start=self.start, size=size, peers=peers,
-            seed=rounding_seed(self.seed, self.index, record.number, "average"),
-        )  # fmt: skip
+        encoded = (record.number, record.chunk)
 
         def contribution(chunk: int, out: memoryview | None = None) -> memoryview:
             first, stop = chunk_bounds(size, record.chunk, chunk)
-            return self.state.encode(self.codec, self.index, first, stop, seed=own, out=out)
+            with self._encoding if self.codec.needs_residual else contextlib.nullcontext():
+                if self._encoded != encoded:  # a thread that comes too late must not touch the residual
+                    raise RoundOver(f"round {record.number} is over")
+                return self.state.encode(self.codec, self.index, first, stop, seed=own, out=out)
 
         log.info("fragment %d: round %d, attempt %d begins", self.index, record.number, record.attempt)
         began = time.monotonic()
         try:
+            task = Task(
+                run=self.run, record=record, start=self.start, size=size, peers=peers,
+                seed=rounding_seed(self.seed, self.index, record.number, "average"),
+            )  # fmt: skip
+            self._begin_encoding(encoded)
             self.journal.exposed(self.index, record.number, self.incarnation)
             digest = await self.exchange.exchange(task, contribution)
         except IslesError as error:
-            log.warning("fragment %d: round %d: %s", self.index, record.number, error)
+            self._complain(f"round {record.number}", error)
+            await asyncio.sleep(AGAIN)
+            self._exchanging = self.attempt = None  # it is begun again, if it still stands
+            self._wake()
             return
         except Exception as error:
             self._failed(error)
@@ -270,6 +291,19 @@ class FragmentDriver:
             self.attempt = replace(self.attempt, digest=digest, blamed=())
             self.exchange_seconds = time.monotonic() - began
             self._wake()
+
+    def _begin_encoding(self, encoded: tuple[int, int]) -> None:
+        """The contribution is about to be encoded for a round cut in this way, from the residual as it was before any encoding of it."""
+        with self._encoding:
+            if self._encoded != encoded:
+                self.state.settle(self.index, landed=False)
+                self.state.set_aside(self.index)
+                self._encoded = encoded
+
+    def _end_encoding(self, landed: bool) -> None:
+        with self._encoding:
+            self.state.settle(self.index, landed=landed)
+            self._encoded = None
 
     async def _fetch(self, number: int, digest: str) -> None:
         """Take the committed average from whoever holds it."""
@@ -295,15 +329,23 @@ class FragmentDriver:
         """The outer step of a committed round whose average is on disk, and all that follows from it."""
         landed, late = contributed, not (contributed and self.own)
         result = self.exchange.result(self.index, number, digest)
+        try:
+            await asyncio.to_thread(result.verify)  # all of it, before the first value is moved
+        except CheckpointError:
+            self.exchange.averages.drop(self.index, number, digest)
+            raise
         async with self._lock:
             told = await self.workers.release(self.index) if late else True
-            await asyncio.to_thread(
-                self.state.apply, self.index, number, result, shift=not landed and self.prepared is not None
+            shift = not landed and self.prepared is not None
+            await asyncio.gather(
+                asyncio.to_thread(self.state.apply, self.index, number, result, shift=shift),
+                self._insist(lambda: asyncio.to_thread(result.spool.sync)),
             )
-            self.journal.applied(self.index, number, digest, landed=landed)
+            await self._insist(lambda: asyncio.to_thread(self.journal.applied, self.index, number, digest, landed=landed))
             self.prepared = None if landed else after_applying(self.prepared, number, self.state.fragments[self.index].digest)
             if self.attempt is not None and self.attempt.round <= number:
                 self._cease()
+            self._end_encoding(landed)
             self._trained_since = time.monotonic()
             if told:
                 seen = self.board.rounds.get(self.index)
@@ -313,6 +355,15 @@ class FragmentDriver:
                 await self.workers.merge(self.index, number, late=late, landed=landed, step=step)
         log.info("fragment %d: round %d applied%s", self.index, number, "" if landed else ", without a contribution of ours")
         await self._committed(self.index, number)
+
+    async def _insist(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what cannot be left half done, however long the disk refuses."""
+        while True:
+            try:
+                return await work()
+            except DiskError as error:
+                self._complain("the disk", error)
+                await asyncio.sleep(1.0)
 
     async def close(self) -> None:
         """Stop everything that is under way."""

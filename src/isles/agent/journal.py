@@ -76,7 +76,9 @@ class Journal:
 
     def applied(self, fragment: int, number: int, digest: str, *, landed: bool) -> None:
         """A round was applied. Raises DiskError."""
-        self.fragments[fragment].applied.append(Applied(number, digest, landed))
+        rows, row = self.fragments[fragment].applied, Applied(number, digest, landed)
+        if rows[-1:] != [row]:  # said again after the disk had refused
+            rows.append(row)
         self.save()
 
     def exposed(self, fragment: int, number: int, incarnation: str) -> None:

@@ -86,7 +86,11 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
         state.begin(shared.globals)
         record = {"applied": [0] * len(state.fragments), "digests": [f.digest for f in state.fragments]}
         checkpoints.save(0, record, {"global": state.tensors()})
+    before = [f.applied for f in state.fragments]
     replay(state, journal, Averages(folder.exchange / "averages"))
+    for index, (start, stop) in enumerate(layout.fragments):
+        if residual is not None and state.fragments[index].applied > before[index]:
+            residual[start:stop] = 0  # it is of the checkpoint's round; what was left out since is lost, and nothing goes twice
     state.move_to(shared.globals)
     return made
 
@@ -107,6 +111,11 @@ def replay(state: OuterState, journal: Journal, averages: Averages) -> None:
                 average = averages.get(index, row.number, row.digest)
                 if average is None:
                     raise CheckpointError(f"the average of round {row.number} of fragment {index} is not on this disk")
+                try:
+                    average.verify()
+                except CheckpointError:
+                    averages.drop(index, row.number, row.digest)
+                    raise
                 state.apply(index, row.number, average, shift=False)
         except CheckpointError as error:
             log.warning("%s; the others will be asked", error)

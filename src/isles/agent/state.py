@@ -43,6 +43,7 @@ class OuterState:
         self.layout, self.globals, self.sent, self.residual = layout, globals_, sent, residual
         self.optimizer = outer_optimizer(table, torch.from_numpy(globals_))
         self.fragments = [FragmentState(0, "") for _ in layout.fragments]
+        self._aside: dict[int, Floats] = {}
 
     def move_to(self, globals_: Floats) -> None:
         """Keep the global parameters in another vector from now on, which takes their values over."""
@@ -69,6 +70,26 @@ class OuterState:
         where = slice(start + first, start + stop)
         residual = None if self.residual is None else self.residual[where]
         return codec.encode(self.globals[where], self.sent[where], offset=start + first, seed=seed, residual=residual, out=out)
+
+    def set_aside(self, fragment: int) -> None:
+        """Encoding a contribution changes the residual: keep it as it is until the contribution is in a round."""
+        if self.residual is not None:
+            self._aside[fragment] = self.residual[slice(*self.layout.fragments[fragment])].copy()
+
+    def settle(self, fragment: int, *, landed: bool) -> None:
+        """A contribution is in a round, or stands for another one: then it will be encoded anew, from the residual that was."""
+        kept = self._aside.pop(fragment, None)
+        if kept is not None and not landed and self.residual is not None:
+            self.residual[slice(*self.layout.fragments[fragment])] = kept
+
+    def residual_before(self) -> Floats | None:
+        """The residual without what is being encoded, fp32, shape [layout.total]."""
+        if self.residual is None or not self._aside:
+            return self.residual
+        whole = self.residual.copy()
+        for fragment, kept in self._aside.items():
+            whole[slice(*self.layout.fragments[fragment])] = kept
+        return whole
 
     def check(self, codec: Codec, fragment: int) -> None:
         """Whether what the cluster handed off can be encoded, before anybody is told of it. Raises NonFiniteError. Safe in any thread."""

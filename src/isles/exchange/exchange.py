@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import ssl
 import threading
 import time
@@ -69,10 +70,12 @@ class Exchange:
         self._codec, self._table, self._folder = codec, table, folder
         self.counters, self.cap = Counters(), RateCap(max_upload)
         self.averages = Averages(folder / "averages")
+        for inbox in folder.glob("f*-r*-c*"):  # of rounds that a kill cut off
+            shutil.rmtree(inbox, ignore_errors=True)
         self.peers = Peers(client_ssl, self.cap, self.counters)
         self.server = Server(run, server_ssl, peer_name, self._find, self.averages, self.cap, self.counters)
         self._running: dict[int, Running] = {}
-        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._inboxes: dict[tuple[int, int, int], Inbox] = {}  # by fragment, round, values in a chunk
         self._begun = asyncio.Condition()
         self._fetched: dict[tuple[int, int, str], Spool] = {}
         self._residual_lock = threading.Lock()
@@ -119,12 +122,15 @@ class Exchange:
         earlier = self._running.get(fragment)
         if earlier is not None:
             earlier.reduction.close()
-        for key in [k for k in self._inboxes if k[0] == fragment and k[1] != number]:
+            if not self.averages.keeps(earlier.reduction.averages):
+                earlier.reduction.averages.delete()
+        mine = (*task.key, task.record.chunk)  # a round that was opened again may be cut in another way
+        for key in [k for k in self._inboxes if k[0] == fragment and k != mine]:
             self._inboxes.pop(key).delete()
-        inbox = self._inboxes.get(task.key)
+        inbox = self._inboxes.get(mine)
         if inbox is None:
-            folder = self._folder / f"f{fragment}-r{number}"
-            inbox = self._inboxes[task.key] = Inbox(folder, self._codec.encoded_size(task.record.chunk))
+            folder = self._folder / f"f{fragment}-r{number}-c{task.record.chunk}"
+            inbox = self._inboxes[mine] = Inbox(folder, self._codec.encoded_size(task.record.chunk))
         path = self._folder / "averages" / f"f{fragment}-r{number}-a{task.record.attempt}.spool"
         spool = Spool(path, task.result_limit(self._codec))
         own = self._own(task, contribution)
@@ -137,7 +143,7 @@ class Exchange:
         """The own contribution's chunks. Encoding with a residual changes the residual, so it is done once a round and kept."""
         if not self._codec.needs_residual:
             return contribution
-        spool = self._inboxes[task.key].of((self.me, task.participants[self.me].incarnation))
+        spool = self._inboxes[*task.key, task.record.chunk].of((self.me, task.participants[self.me].incarnation))
 
         def once(chunk: int) -> bytes:
             with self._residual_lock:
@@ -317,9 +323,12 @@ class Exchange:
             spool = self._fetched[key] = Spool(self._folder / "averages" / name, manifest.sizes[0])
         missing = [chunk for chunk in range(len(manifest.sizes)) if chunk not in spool]
         queue = iter(missing)
-        async with asyncio.TaskGroup() as group:
-            for name, address in reachable.items():
-                group.create_task(self._fetch_from(name, address, path, queue, manifest, spool, start, len(weights)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, address in reachable.items():
+                    group.create_task(self._fetch_from(name, address, path, queue, manifest, spool, start, len(weights)))
+        except BaseExceptionGroup as failures:  # the disk
+            raise failures.exceptions[0] from None
         if any(chunk not in spool for chunk in missing):
             raise NetworkError(f"round {number} of fragment {fragment}: no other cluster gave all of its average; trying again")
         self.averages.add(spool, fragment, number, manifest.chunk, size, weights)

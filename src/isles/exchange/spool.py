@@ -82,13 +82,20 @@ class Spool:
             )
         return data
 
+    def sync(self) -> None:
+        """Have what was put reach the disk. Raises DiskError."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot be written ({error.strerror}); free some space") from error
+
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def delete(self) -> None:
-        self.close()
+        """Remove the file. A thread may still be at work in it, so it is closed when nobody holds this object any more."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
@@ -150,6 +157,11 @@ class StoredAverage:
             )
         return data
 
+    def verify(self) -> None:
+        """See that the disk gives all of it back. Raises CheckpointError."""
+        for chunk in range(len(self.manifest.sizes)):
+            self.encoded(chunk)
+
     def __iter__(self) -> Iterator[Floats]:
         m = self.manifest
         for chunk in range(len(m.sizes)):
@@ -193,6 +205,10 @@ class Averages:
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.json")):
             self._find(path)
+        whole = {average.spool.path for average in self._held.values()}
+        for path in folder.glob("*.spool"):  # of attempts that a kill cut off
+            if path not in whole:
+                path.unlink(missing_ok=True)
 
     def _find(self, path: Path) -> None:
         try:
@@ -228,11 +244,20 @@ class Averages:
 
     def held(self, fragment: int) -> list[tuple[int, str]]:
         """(round, digest) of every average of a fragment, by round."""
-        return sorted((number, digest) for f, number, digest in self._held if f == fragment)
+        return sorted((number, digest) for f, number, digest in list(self._held) if f == fragment)  # threads add
 
     def forget(self, fragment: int, before: int) -> None:
         """Delete the averages of earlier rounds."""
-        for key in [k for k in self._held if k[0] == fragment and k[1] < before]:
-            average = self._held.pop(key)
+        for key in [k for k in list(self._held) if k[0] == fragment and k[1] < before]:
+            self.drop(*key)
+
+    def keeps(self, spool: Spool) -> bool:
+        """Whether an average that is kept lies in this file."""
+        return any(average.spool is spool for average in list(self._held.values()))
+
+    def drop(self, fragment: int, number: int, digest: str) -> None:
+        """Delete an average; one that the disk has altered is fetched again then."""
+        average = self._held.pop((fragment, number, digest), None)
+        if average is not None:
             average.spool.path.with_suffix(".json").unlink(missing_ok=True)
             average.spool.delete()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from isles.codec import Codec
+from isles.errors import RecordError
 from isles.outer import contribution_weights
 from isles.protocol import Participant, RoundRecord
 from isles.spec import OuterTable
@@ -17,7 +18,8 @@ Contribution = Callable[[int], memoryview]  # chunk index -> its encoding; calle
 @dataclass(frozen=True)
 class Task:
     """run: the run's id. record: in phase exchange. start, size: the fragment's values in the flat layout. peers: address (host:port) of each
-    participant, None where it cannot be reached from outside. seed: of the average's stochastic rounding."""
+    participant, None where it cannot be reached from outside. seed: of the average's stochastic rounding. Raises RecordError when the record's
+    parts are not those of the fragment."""
 
     run: str
     record: RoundRecord
@@ -28,9 +30,13 @@ class Task:
     owners: Mapping[int, str] = field(init=False)  # chunk -> owner
 
     def __post_init__(self) -> None:
+        if self.record.chunk < 1 or any(not 0 <= part.first <= part.stop <= self.chunks for part in self.record.parts):
+            raise RecordError(f"round {self.record.number}: its parts are not of this fragment; the round is not taken part in")
         owners = {chunk: part.owner for part in self.record.parts for chunk in range(part.first, part.stop)}
         if sorted(owners) != list(range(self.chunks)):
-            raise ValueError("the parts of the round do not cover the fragment")
+            raise RecordError(
+                f"round {self.record.number}: its parts do not cover the fragment; the round is not taken part in"
+            )
         object.__setattr__(self, "owners", owners)
 
     @property
