@@ -82,6 +82,40 @@ def test_with_plain_averaging_all_sent_progress_reaches_the_global_parameters_on
     assert np.allclose(start - g, sent, atol=1e-4)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [3, 9, 10])
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+def test_with_several_clusters_local_parameters_are_the_global_ones_and_what_is_not_in_them(
+    lr: float, momentum: float, overlap: int, late: bool
+) -> None:
+    """x = g + progress that no merged round holds, after every merge, however many hand-offs are in flight."""
+    clusters, rng = 3, np.random.default_rng(8)
+    g = _vector(rng)
+    outer = OuterOptimizer([torch_of(g)], lr=lr, momentum=momentum)
+    local = [LocalFragment(overlap=True, rule="keep") for _ in range(clusters)]
+    xs, unmerged = [g.copy() for _ in range(clusters)], [np.zeros(N) for _ in range(clusters)]
+    flights: list[tuple[int, dict[int, np.ndarray]]] = []
+    for now in range(1, 201):
+        for m in range(clusters):
+            step = 0.01 * _vector(rng)
+            xs[m] += step
+            unmerged[m] += step
+        if now % 10 == 0:
+            present = [m for m in range(clusters) if not (late and m == 2 and now % 20)]
+            sent = {m: local[m].base(g) - xs[m] for m in present}
+            for m in present:
+                local[m].handed_off(xs[m], g)
+            flights.append((now + overlap, sent))
+        while flights and flights[0][0] <= now:
+            _, sent = flights.pop(0)
+            old = g.copy()
+            outer.step_range(0, N, (sum(sent.values()) / len(sent)).astype(np.float32))
+            for m in range(clusters):
+                local[m].merge(xs[m], old, g, contributed=m in sent)
+                unmerged[m] += sent.get(m, 0)  # d is old minus new
+                assert np.allclose(xs[m], g + unmerged[m], atol=1e-3), (now, m)
+
+
 def test_keep_with_one_cluster_and_plain_averaging_is_undisturbed_training() -> None:
     """With eta 1, mu 0 and one cluster, merging must change nothing, at any overlap up to a whole round."""
     for overlap in (0, 1, 7, 10):

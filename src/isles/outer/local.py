@@ -68,8 +68,10 @@ class LocalFragment:
 
         contributed: whether this cluster's contribution is in the result."""
         if not contributed:
+            moved = g_new - g_old
             if self._base is not None:
-                self._base = self._base + (g_new - g_old)
+                self._base = self._base + moved
+            self._sent = [sent + moved for sent in self._sent]
             x[:] = g_new + (x - g_old)
         elif not self.overlap:
             x[:] = g_new
@@ -82,6 +84,8 @@ class LocalFragment:
             self._base = None
         else:
             sent, unsent = self._sent.pop(0), x - self.base(g_old)
+            moved = g_new - sent
+            self._sent = [later + moved for later in self._sent]  # what else is in flight is measured from where x is now
             x[:] = g_new + (x - sent)
             self._base = x - unsent if self._sent else None
 
