@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from isles.agent.catchup import catch_up, offer_of, rounds_of
+from isles.agent.catchup import catch_up, offers_of, rounds_of
 from isles.agent.driver import FragmentDriver
 from isles.agent.folder import ClusterFolder, ClusterSettings
 from isles.agent.guests import Guests
@@ -65,7 +65,7 @@ class Agent:
             server_ssl=server_context(invite.authority, invite.certified), client_ssl=client_context(invite.authority, invite.certified),
             peer_name=peer_name, max_upload=settings.max_upload,
         )  # fmt: skip
-        StateServer(self.exchange.server, lambda fragment: rounds_of(self, fragment), lambda: offer_of(self))
+        StateServer(self.exchange.server, lambda fragment: rounds_of(self, fragment), lambda: offers_of(self))
         self.guests = self._make_guests() if settings.ranks == 0 else None
         self.supervisor: Supervisor | Guests = self._make_supervisor() if self.guests is None else self.guests
         self.link = WorkerLink(folder.path, alive=lambda: bool(self.supervisor.pids))

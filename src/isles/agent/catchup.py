@@ -15,27 +15,32 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file
 
 from isles.errors import CheckpointError, NetworkError
-from isles.exchange.state import Offer, fetch_checkpoint, fetch_rounds
+from isles.exchange.state import Offer, Partial, fetch_checkpoint, fetch_rounds
+from isles.protocol import Phase, RoundRecord
 
 if TYPE_CHECKING:
     from isles.agent.agent import Agent
 
 log = logging.getLogger("isles.agent")
 
+HEADER = 1 << 16  # bytes of a file of tensors beside the values
 
-def offer_of(agent: Agent) -> tuple[Offer, Path] | None:
-    """The newest checkpoint of this cluster, for others."""
-    store = agent.restored.checkpoints
-    steps = store.steps()
-    if not steps or (agent.own_beginning and not agent.membership.in_step()):
-        return None  # what this cluster began with may not be what the run did
-    try:
-        record = store.describe(steps[-1])
-    except CheckpointError:
-        return None
-    file = record.files["global.safetensors"]
-    applied = tuple(int(n) for n in record.state["applied"])
-    return Offer(steps[-1], applied, int(file["bytes"]), str(file["blake3"])), store.path(steps[-1]) / "global.safetensors"
+
+def offers_of(agent: Agent) -> list[tuple[Offer, Path]]:
+    """The checkpoints of this cluster, oldest first, for others."""
+    if agent.own_beginning and not agent.membership.in_step():
+        return []  # what this cluster began with may not be what the run did
+    store, offers = agent.restored.checkpoints, []
+    for step in store.steps():
+        try:
+            record = store.describe(step)
+        except CheckpointError:
+            continue
+        file = record.files["global.safetensors"]
+        applied = tuple(int(n) for n in record.state["applied"])
+        offer = Offer(step, applied, int(file["bytes"]), str(file["blake3"]))
+        offers.append((offer, store.path(step) / "global.safetensors"))
+    return offers
 
 
 def rounds_of(agent: Agent, fragment: int) -> list[tuple[int, str]]:
@@ -71,6 +76,7 @@ async def _by_rounds(agent: Agent, index: int, peers: dict[str, str]) -> bool:
     driver = agent.drivers[index]
     target = agent.board.rounds[index].record.open - 1
     known = await fetch_rounds(agent.exchange, index, peers)
+    known |= _recorded(agent.board.rounds[index].record)
     wanted = range(driver.applied + 1, target + 1)
     if not all(number in known for number in wanted):
         return False
@@ -88,10 +94,20 @@ async def _by_rounds(agent: Agent, index: int, peers: dict[str, str]) -> bool:
     return True
 
 
+def _recorded(record: RoundRecord) -> dict[int, str]:
+    """The rounds of which the store's record itself says what was committed."""
+    if record.phase is Phase.COMMITTED:
+        return {record.number: str(record.digest)} | ({record.number - 1: record.previous} if record.previous else {})
+    return {record.number - 1: record.previous} if record.previous else {}
+
+
 async def _by_checkpoint(agent: Agent, peers: dict[str, str]) -> None:
     path = agent.folder.path / "joining.safetensors"
-    offer = await fetch_checkpoint(agent.exchange, peers, path)
+    rounds = [seen.record.open - 1 for _, seen in sorted(agent.board.rounds.items())]
+    most = 2 * 4 * agent.state.layout.total + HEADER  # global parameters and momentum, fp32
+    offer = await fetch_checkpoint(agent.exchange, peers, path, rounds=rounds, size=most)
     if any(new < old.applied for new, old in zip(offer.applied, agent.state.fragments, strict=True)):
+        Partial(path).forget()
         raise NetworkError("the others' newest checkpoint is older than what this cluster holds; waiting for their next")
     await agent.begin_anew("the cluster takes over the state of the others")
     async with agent.lock:
@@ -103,5 +119,5 @@ async def _by_checkpoint(agent: Agent, peers: dict[str, str]) -> None:
         agent.own_beginning = False
         agent.status["step"] = max(int(agent.status["step"]), offer.step)
         await agent.checkpoint()
-    path.unlink(missing_ok=True)
+    Partial(path).forget()
     log.info("took over the state of step %d, rounds %s", offer.step, list(offer.applied))

@@ -191,7 +191,7 @@ class Exchange:
         answer = await self.peers.get(owner, address, path, MAX_MANIFEST, "contributions")
         try:
             return {int(chunk) for chunk in json.loads(answer.body)}
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return set()
 
     async def _send_all(
@@ -245,7 +245,7 @@ class Exchange:
         now = time.monotonic()
         try:
             missing = [str(name) for name in json.loads(body)["missing"]]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return
         for name in missing or [owner]:
             if name in running.task.participants:

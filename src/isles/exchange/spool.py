@@ -137,7 +137,7 @@ class Manifest:
                 or whole_digest([bytes.fromhex(d) for d in made.digests]) != made.digest
             ):
                 raise ValueError("its chunks are not what it says")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"the description of an average is damaged ({error}); it is fetched again") from error
         return made
 

@@ -1,11 +1,12 @@
-"""The state of a run for who comes late: which averages a cluster keeps, and its newest checkpoint, chunk by chunk.
+"""The state of a run for who comes late: which averages a cluster keeps, and its checkpoints, chunk by chunk.
 
     GET /v1/RUN/FRAGMENT/rounds             the rounds whose averages are kept here (JSON: [[round, digest], ...])
-    GET /v1/RUN/checkpoint                  the newest checkpoint: step, rounds, and size and hash of its file (JSON)
-    GET /v1/RUN/checkpoint/STEP/CHUNK       a chunk of that file
+    GET /v1/RUN/checkpoints                 the checkpoints kept, oldest first: step, rounds, and size and hash of the file of each (JSON)
+    GET /v1/RUN/checkpoints/STEP/CHUNK      a chunk of such a file
 
 Global parameters and momentum have the same bits on every cluster, so a checkpoint of the same rounds is the same file everywhere: a joiner
-takes its chunks from several clusters at once, checks each against the hash that came with it and the whole against what most say.
+takes its chunks from several clusters at once, checks each against the hash that came with it and the whole against what most say. What has
+come stays on disk when the transfer is cut, and the next try goes on from there, for as long as somebody keeps that checkpoint.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import asyncio
 import json
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,18 @@ from blake3 import blake3
 
 from isles.errors import CheckpointError, DiskError, NetworkError
 from isles.exchange.exchange import Exchange
-from isles.exchange.peers import ERRORS, TooEarly
+from isles.exchange.peers import ERRORS, Pause, TooEarly
 from isles.exchange.server import Refused, Server
 from isles.exchange.spool import chunk_digest
+from isles.files import write_whole
 
 log = logging.getLogger("isles.exchange")
 
 CHUNK = 4 << 20  # bytes
 MAX_JSON = 1 << 20
-MAX_STATE = 1 << 42  # bytes: 4 TiB, ten times the state of 50 billion parameters
+MAX_OFFERS = 64  # of one cluster
+TRIES = 6  # of a chunk with one giver in a row, over some seconds
+NOTED = 64  # chunks after which it is noted which have come
 
 
 @dataclass(frozen=True)
@@ -46,51 +50,51 @@ class Offer:
     digest: str
 
     @classmethod
-    def parse(cls, data: bytes) -> Offer:
+    def of(cls, raw: Any) -> Offer:
         """Raises CheckpointError."""
         try:
-            raw: Any = json.loads(data)
             offer = cls(int(raw["step"]), tuple(int(n) for n in raw["applied"]), int(raw["size"]), str(raw["digest"]))
-            if not 0 < offer.size <= MAX_STATE or len(offer.digest) != 64 or offer.step < 0:
+            if offer.size <= 0 or len(offer.digest) != 64 or offer.step < 0:
                 raise ValueError
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise CheckpointError("another cluster's description of its checkpoint is damaged") from error
         return offer
 
 
 class StateServer:
-    """Adds the routes above to an exchange's server. rounds: the applied rounds of a fragment whose averages are kept; checkpoint: the
-    newest one and its file."""
+    """Adds the routes above to an exchange's server. rounds: the applied rounds of a fragment whose averages are kept; checkpoints: those that
+    are kept, oldest first, with their files."""
 
     def __init__(
-        self, server: Server, rounds: Callable[[int], list[tuple[int, str]]], checkpoint: Callable[[], tuple[Offer, Path] | None]
+        self, server: Server, rounds: Callable[[int], list[tuple[int, str]]], checkpoints: Callable[[], list[tuple[Offer, Path]]]
     ) -> None:  # fmt: skip
-        self._server, self._rounds, self._checkpoint = server, rounds, checkpoint
+        self._server, self._rounds, self._checkpoints = server, rounds, checkpoints
         server.routes += [
             web.get(r"/v1/{run}/{fragment:\d+}/rounds", self._answer_rounds),
-            web.get(r"/v1/{run}/checkpoint", self._answer_offer),
-            web.get(r"/v1/{run}/checkpoint/{step:\d+}/{chunk:\d+}", self._answer_chunk),
+            web.get(r"/v1/{run}/checkpoints", self._answer_offers),
+            web.get(r"/v1/{run}/checkpoints/{step:\d+}/{chunk:\d+}", self._answer_chunk),
         ]
 
     async def _answer_rounds(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
         return web.json_response(self._rounds(int(request.match_info["fragment"][:9])))
 
-    async def _answer_offer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer_offers(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
-        found = self._checkpoint()
-        if found is None:
-            raise Refused(404, "there is no checkpoint here yet")
-        return web.json_response(asdict(found[0]))
+        return web.json_response([asdict(offer) for offer, _ in self._checkpoints()[-MAX_OFFERS:]])
 
     async def _answer_chunk(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
-        found, chunk = self._checkpoint(), int(request.match_info["chunk"][:9])
-        if found is None or found[0].step != int(request.match_info["step"][:18]) or chunk * CHUNK >= found[0].size:
-            raise Refused(410, "this checkpoint is not kept any more")
-        body = await asyncio.to_thread(_read_chunk, found[1], chunk)
-        self._server.counters.up["state"] += len(body)
-        return await self._server.send(request, body, chunk_digest(body))
+        step, chunk = int(request.match_info["step"][:18]), int(request.match_info["chunk"][:9])
+        for offer, path in self._checkpoints():
+            if offer.step == step and chunk * CHUNK < offer.size:
+                try:
+                    body = await asyncio.to_thread(_read_chunk, path, chunk)
+                except OSError:
+                    break
+                self._server.counters.up["state"] += len(body)
+                return await self._server.send(request, body, chunk_digest(body))
+        raise Refused(410, "this checkpoint is not kept any more")
 
 
 def _read_chunk(path: Path, chunk: int) -> bytes:
@@ -105,73 +109,154 @@ async def fetch_rounds(exchange: Exchange, fragment: int, peers: Mapping[str, st
     for name, address in peers.items():
         try:
             answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/{fragment}/rounds", MAX_JSON, "state")
-            for number, digest in json.loads(answer.body):
-                named.setdefault(int(number), Counter())[str(digest)] += 1
-        except (*ERRORS, TooEarly, ValueError, TypeError):
+            rows = {int(number): str(digest) for number, digest in json.loads(answer.body)}
+        except (*ERRORS, TooEarly, ValueError, TypeError, OverflowError, RecursionError):
             continue
+        for number, digest in rows.items():
+            named.setdefault(number, Counter())[digest] += 1
     return {number: digests.most_common(1)[0][0] for number, digests in named.items()}
 
 
-async def fetch_checkpoint(exchange: Exchange, peers: Mapping[str, str], path: Path) -> Offer:
-    """Get the newest checkpoint that others hold into a file. Raises NetworkError, DiskError."""
-    offers: dict[str, Offer] = {}
+async def fetch_checkpoint(
+    exchange: Exchange, peers: Mapping[str, str], path: Path, *, rounds: Sequence[int], size: int
+) -> Offer:
+    """Get a checkpoint that others hold into a file: the one that an earlier call was cut in, if somebody keeps it, or else the newest.
+
+    rounds: the last that is committed of each fragment, size: bytes that a state can have at most; who offers more is not believed. Raises
+    NetworkError, DiskError."""
+    offers: dict[str, list[Offer]] = {}
     for name, address in peers.items():
         try:
-            answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/checkpoint", MAX_JSON, "state")
-            offers[name] = Offer.parse(answer.body)
-        except (*ERRORS, TooEarly, CheckpointError):
+            answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/checkpoints", MAX_JSON, "state")
+            offers[name] = [Offer.of(raw) for raw in json.loads(answer.body)]
+        except (*ERRORS, TooEarly, CheckpointError, ValueError, TypeError, RecursionError):
             continue
-    if not offers:
+    sound = [
+        (name, offer)
+        for name, many in offers.items()
+        for offer in many
+        if len(offer.applied) == len(rounds) and all(map(int.__le__, offer.applied, rounds)) and offer.size <= size
+    ]
+    if not sound:
         raise NetworkError("no cluster that can be reached has a checkpoint to join from; trying again")
-    newest = max(offer.applied for offer in offers.values())
-    digest = Counter(o.digest for o in offers.values() if o.applied == newest).most_common(1)[0][0]
-    givers = {name: offer for name, offer in offers.items() if offer.digest == digest}
-    offer = next(iter(givers.values()))
-    log.info("joining from the checkpoint of step %d, %.1f MB from %s", offer.step, offer.size / 1e6, ", ".join(givers))
-    await _fetch(exchange, {name: (peers[name], o.step) for name, o in givers.items()}, offer, path)
+    partial = Partial(path)
+    digest = partial.digest
+    if all(offer.digest != digest for _, offer in sound):
+        newest = max(offer.applied for _, offer in sound)
+        digest = Counter(o.digest for _, o in sound if o.applied == newest).most_common(1)[0][0]
+    givers = {name: (peers[name], offer.step) for name, offer in sound if offer.digest == digest}
+    offer = next(offer for _, offer in sound if offer.digest == digest)
+    partial.begin(offer)
+    log.info(
+        "joining from the checkpoint of step %d, %.1f MB from %s%s", offer.step, offer.size / 1e6, ", ".join(givers),
+        f", of which {len(partial.held) * CHUNK / 1e6:.1f} MB have come before" if partial.held else "",
+    )  # fmt: skip
+    await _fetch(exchange, givers, offer, partial)
     return offer
 
 
-async def _fetch(exchange: Exchange, givers: Mapping[str, tuple[str, int]], offer: Offer, path: Path) -> None:
-    count, held = -(-offer.size // CHUNK), set[int]()
+class Partial:
+    """A file that comes in chunks, and beside it a note of which have come. digest: of the whole that they are part of; empty: of none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._note = path, path.with_suffix(".coming")
+        self.digest, self.held = "", set[int]()
+        try:
+            raw: Any = json.loads(self._note.read_bytes())
+            if path.exists():
+                self.digest, self.held = str(raw["digest"]), {int(chunk) for chunk in raw["held"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def begin(self, offer: Offer) -> None:
+        """Go on with what has come of this one, or begin anew. Raises DiskError."""
+        if offer.digest != self.digest:
+            self.forget()
+            self.digest = offer.digest
+
+    def note(self) -> None:
+        """Write down what has come; after a loss of power it may say too much, and the hash of the whole tells. Raises DiskError."""
+        try:
+            write_whole(
+                self._note, json.dumps({"digest": self.digest, "held": sorted(self.held)}).encode(), mode=0o600, durable=False
+            )
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def open(self) -> int:
+        """Raises DiskError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def write(self, file: int, chunk: int, body: bytes) -> None:
+        """Raises DiskError."""
+        try:
+            if os.pwrite(file, body, chunk * CHUNK) != len(body):
+                raise OSError(28, os.strerror(28))
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def forget(self) -> None:
+        """Nothing has come."""
+        self.path.unlink(missing_ok=True)
+        self._note.unlink(missing_ok=True)
+        self.digest, self.held = "", set()
+
+    def _refused(self, error: OSError) -> DiskError:
+        return DiskError(f"{self.path} cannot be written ({error.strerror}); free some space, joining goes on then")
+
+
+async def _fetch(exchange: Exchange, givers: Mapping[str, tuple[str, int]], offer: Offer, partial: Partial) -> None:
+    count = -(-offer.size // CHUNK)
+    queue = deque(chunk for chunk in range(count) if chunk not in partial.held)
+    file = partial.open()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    except OSError as error:
-        raise DiskError(f"{path} cannot be written ({error.strerror}); free some space") from error
-    try:
-        queue = iter(range(count))
         async with asyncio.TaskGroup() as group:
             for name, (address, step) in givers.items():
-                group.create_task(_fetch_from(exchange, name, address, step, queue, offer, file, held))
+                group.create_task(_fetch_from(exchange, name, address, step, queue, offer, file, partial))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     finally:
         os.close(file)
-    if len(held) < count:
-        raise NetworkError("the clusters that gave the checkpoint went away; trying again")
-    actual = await asyncio.to_thread(lambda: blake3(max_threads=1).update_mmap(path).hexdigest())
+        if partial.held:
+            partial.note()
+    if len(partial.held) < count:
+        raise NetworkError("the clusters that gave the checkpoint went away; going on when one is back")
+    actual = await asyncio.to_thread(lambda: blake3(max_threads=1).update_mmap(partial.path).hexdigest())
     if actual != offer.digest:
+        partial.forget()
         raise NetworkError("the checkpoint that came from the others does not match its hash; trying again")
 
 
 async def _fetch_from(
-    exchange: Exchange, peer: str, address: str, step: int, chunks: Iterator[int], offer: Offer, file: int, held: set[int]
+    exchange: Exchange, peer: str, address: str, step: int, queue: deque[int], offer: Offer, file: int, partial: Partial
 ) -> None:  # fmt: skip
-    for chunk in chunks:
-        size = min(CHUNK, offer.size - chunk * CHUNK)
+    """Take chunks from one giver until there are none left, or it fails again and again; what it did not give goes back to the others."""
+    failures, pause = 0, Pause()
+    while queue and failures < TRIES:
+        chunk = queue.popleft()
+        size, body = min(CHUNK, offer.size - chunk * CHUNK), b""
         try:
-            answer = await exchange.peers.get_once(
-                peer, address, f"/v1/{exchange.run}/checkpoint/{step}/{chunk}", size, "state"
-            )
+            path = f"/v1/{exchange.run}/checkpoints/{step}/{chunk}"
+            answer = await exchange.peers.get_once(peer, address, path, size, "state")
+            if len(answer.body) == size and chunk_digest(answer.body).hex() == answer.digest:
+                body = answer.body
+            else:
+                log.warning("%s at %s sent a damaged chunk of its checkpoint", peer, address)
         except (*ERRORS, TooEarly) as error:
-            log.warning("%s at %s: %s", peer, address, error)
-            return
-        if len(answer.body) != size or chunk_digest(answer.body).hex() != answer.digest:
-            log.warning("%s at %s sent a damaged chunk of its checkpoint", peer, address)
-            return
-        try:
-            await asyncio.to_thread(os.pwrite, file, answer.body, chunk * CHUNK)
-        except OSError as error:
-            raise DiskError(f"the checkpoint of the others cannot be written ({error.strerror}); free some space") from error
-        held.add(chunk)
+            exchange.peers.failed(peer, address, error)
+        finally:
+            if not body:
+                queue.append(chunk)
+        if not body:
+            failures += 1
+            await pause.wait()
+            continue
+        failures, pause = 0, Pause()
+        await asyncio.to_thread(partial.write, file, chunk, body)
+        partial.held.add(chunk)
+        if len(partial.held) % NOTED == 0:
+            partial.note()

@@ -46,19 +46,21 @@ class Board:
 
         Raises RecordError when the value is no record of its kind; what stood there stays."""
         kind, *rest = key.split(".")
+        if rest and kind in ("rounds", "ready", "done") and not (rest[0].isascii() and rest[0].isdigit() and len(rest[0]) < 6):
+            return False  # no fragment's
         if kind == "members" and len(rest) == 1:
             member = parse(MemberRecord, value)
             if member.cluster != rest[0]:
                 raise RecordError(f"{key} speaks for another cluster, {member.cluster}: refuse its writer")
             return _take(self.members, rest[0], member, revision, now)
-        if kind == "rounds" and len(rest) == 1 and rest[0].isdigit():
+        if kind == "rounds" and len(rest) == 1:
             record = parse(RoundRecord, value)
             if record.fragment != int(rest[0]):
                 raise RecordError(f"{key} speaks of another fragment, {record.fragment}: refuse its writer")
             return _take(self.rounds, int(rest[0]), record, revision, now)
-        if kind == "ready" and len(rest) == 2 and rest[0].isdigit():
+        if kind == "ready" and len(rest) == 2:
             return _take(self.ready[int(rest[0])], rest[1], parse(ReadyRecord, value), revision, now)
-        if kind == "done" and len(rest) == 2 and rest[0].isdigit():
+        if kind == "done" and len(rest) == 2:
             return _take(self.done[int(rest[0])], rest[1], parse(DoneRecord, value), revision, now)
         return False
 
