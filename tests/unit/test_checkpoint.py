@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isles.agent.restore import newest_sound
 from isles.errors import CheckpointError
 from isles.worker.checkpoint import CheckpointStore
 
@@ -43,6 +44,37 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store.save(1, {"n": 1}, TENSORS)
     store.save(1, {"n": 2}, TENSORS)
     assert store.load().state == {"n": 2}
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _store(tmp_path)
+    store.save(1, {"n": 1}, TENSORS)
+    rename, renamed = Path.rename, []
+
+    def killed(path: Path, target: Path) -> Path:
+        renamed.append(target)
+        if len(renamed) == 2:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(1, {"n": 2}, TENSORS)
+    assert store.steps() == [1] and _store(tmp_path).load().state == {"n": 1} and store.describe(1).state == {"n": 1}
+    store.save(1, {"n": 3}, TENSORS)
+    assert store.load().state == {"n": 3} and [p.name for p in store.folder.iterdir()] == ["step-000000001"]
+
+
+def test_an_agent_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    for step in (1, 2):
+        store.save(step, {"n": step}, TENSORS)
+    (store.path(2) / "global.safetensors").write_bytes(b"damaged")
+    assert newest_sound(store).step == 1
+    (store.path(1) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="the others give it their state"):
+        newest_sound(store)
 
 
 def test_leftovers_of_a_killed_write_are_no_checkpoint_and_go(tmp_path: Path) -> None:

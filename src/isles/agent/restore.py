@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from isles.exchange.spool import Averages
 from isles.model import FlatParameters, Layout, build_model
 from isles.simulator.folder import run_digest
 from isles.spec import Spec
-from isles.worker.checkpoint import CheckpointStore
+from isles.worker.checkpoint import Checkpoint, CheckpointStore
 from isles.worker.memory import SharedParameters
 
 log = logging.getLogger("isles.agent")
@@ -75,7 +76,7 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
     journal = Journal(folder.journal, len(layout.fragments))
     made = Restored(dataset, layout, codec, state, journal, checkpoints)
     if checkpoints.steps():
-        saved = checkpoints.load()
+        saved = newest_sound(checkpoints)
         state.load(saved.tensors["global"], [int(n) for n in saved.state["applied"]])
         if residual is not None and "residual" in saved.tensors:
             np.copyto(residual, saved.tensors["residual"]["residual"].numpy())
@@ -93,6 +94,22 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
             residual[start:stop] = 0  # it is of the checkpoint's round; what was left out since is lost, and nothing goes twice
     state.move_to(shared.globals)
     return made
+
+
+def newest_sound(checkpoints: CheckpointStore) -> Checkpoint:
+    """The newest checkpoint that the disk gives back whole; damaged ones are passed over. Raises CheckpointError when there is none."""
+    *older, newest = checkpoints.steps()
+    try:
+        return checkpoints.load(newest)
+    except CheckpointError as error:
+        for step in reversed(older):
+            with contextlib.suppress(CheckpointError):
+                saved = checkpoints.load(step)
+                log.warning("%s; going on from that of step %d, and asking the others for what came after", error, step)
+                return saved
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints.folder} can be read; remove the cluster's folder, and join again: the others give it their state"
+        ) from error
 
 
 def _built(spec: Spec, base: Path) -> tuple[Dataset, torch.nn.Module]:

@@ -30,7 +30,8 @@ from isles.errors import CheckpointError
 from isles.files import sync
 
 FORMAT = 1
-_FOLDER = re.compile(r"^step-(\d{9})$")
+_FOLDER = re.compile(r"^step-(\d{9})(?:\.before)?$")
+_BEFORE = ".before"  # after the name of a checkpoint that another of the same step takes the place of
 _TEMPORARY = ".writing-"
 
 
@@ -63,10 +64,12 @@ class CheckpointStore:
         """Steps that have a whole checkpoint, rising."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _FOLDER.match(path.name)))
+        return sorted({int(match[1]) for path in self.folder.iterdir() if (match := _FOLDER.match(path.name))})
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:09d}"
+        final = self.folder / f"step-{step:09d}"
+        before = final.with_name(final.name + _BEFORE)
+        return before if before.exists() and not final.exists() else final
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
         """Write a checkpoint durably, then drop the oldest beyond `keep`. Raises CheckpointError when the disk refuses."""
@@ -84,18 +87,22 @@ class CheckpointStore:
             for path in temporary.iterdir():
                 sync(path)
             sync(temporary)
-            final = self.path(step)
-            if final.exists():
-                shutil.rmtree(final)
+            final = self.folder / f"step-{step:09d}"
+            before = final.with_name(final.name + _BEFORE)
+            if final.exists():  # there is a whole one at every moment
+                shutil.rmtree(before, ignore_errors=True)
+                final.rename(before)
             temporary.rename(final)
             sync(self.folder)
+            shutil.rmtree(before, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint of step {step} could not be written to {self.folder}: {error}; earlier ones are untouched, free some space and resume"
             ) from error
         for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old), ignore_errors=True)
+            for folder in self.folder.glob(f"step-{old:09d}*"):
+                shutil.rmtree(folder, ignore_errors=True)
         return final
 
     def load(self, step: int | None = None) -> Checkpoint:
