@@ -299,6 +299,8 @@ class Agent:
                 async with asyncio.timeout(TICK):
                     await self._woken.wait()
             self._woken.clear()
+            if self.member is State.JOINING and self.membership.in_step():  # at once: the next round may be open a moment only
+                await self.membership.refresh()
             now = time.monotonic()
             if self.member is State.ACTIVE or self.board.rounds:
                 for driver in self.drivers:
