@@ -7,6 +7,12 @@ class's code; anything else that escapes is a bug in isles and keeps its traceba
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# what reading JSON of another machine may raise, be it nested too deep or of numbers that are none
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
 
 class IslesError(Exception):
     """A mistake or an outside failure that a sentence can explain. Exit code 1."""
@@ -72,6 +78,15 @@ class DiskError(IslesError):
     """A disk refuses what has to be written. Exit code 11."""
 
     exit_code = 11
+
+
+@contextmanager
+def first_failure() -> Iterator[None]:
+    """Around a task group: what went wrong first is raised by itself, so that a sentence can be made of it."""
+    try:
+        yield
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report a command ended by Ctrl-C

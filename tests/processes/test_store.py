@@ -34,6 +34,15 @@ class Ground:
         await server.start()
         return server
 
+    async def serve_three(self) -> tuple[Store, list[str]]:
+        """A store of three members, with its bucket: the organiser's connection, and where members reach each other."""
+        ports = [free_port("127.0.0.1") for _ in range(3)]
+        members = [f"127.0.0.1:{port}" for port in ports]
+        await asyncio.gather(*(self.serve(f"s{i}", cluster_port=ports[i], members=members) for i in range(3)))
+        organiser = await self.connect("organiser", organiser=True)
+        await patiently(lambda: organiser.create_bucket(replicas=3))
+        return organiser, members
+
     @property
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
@@ -171,11 +180,7 @@ def test_a_restarted_store_is_the_same_at_the_same_address(tmp_path: Path) -> No
 def test_one_of_three_members_may_die(tmp_path: Path) -> None:
     async def play() -> None:
         async with ground(tmp_path, bucket=False) as g:
-            ports = [free_port("127.0.0.1") for _ in range(3)]
-            members = [f"127.0.0.1:{port}" for port in ports]
-            await asyncio.gather(*(g.serve(f"s{i}", cluster_port=ports[i], members=members) for i in range(3)))
-            organiser = await g.connect("organiser", organiser=True)
-            await patiently(lambda: organiser.create_bucket(replicas=3))
+            await g.serve_three()
             store = await g.connect("a")
             await patiently(lambda: store.put("members.a", b"1"))
             victim = next(s for s in g.servers if s.url.endswith(f":{store._client.connected_url.port}"))  # type: ignore[union-attr]
@@ -194,11 +199,7 @@ def test_a_host_cannot_make_itself_a_member_of_the_store(tmp_path: Path) -> None
 
     async def play() -> None:
         async with ground(tmp_path, bucket=False) as g:
-            ports = [free_port("127.0.0.1") for _ in range(3)]
-            members = [f"127.0.0.1:{port}" for port in ports]
-            await asyncio.gather(*(g.serve(f"s{i}", cluster_port=ports[i], members=members) for i in range(3)))
-            organiser = await g.connect("organiser", organiser=True)
-            await patiently(lambda: organiser.create_bucket(replicas=3))
+            organiser, members = await g.serve_three()
             await patiently(lambda: organiser.put("spec", b"the spec"))
             papers = StorePapers.issue(g.authority, "alice", ["127.0.0.1"])
             rogue_port = free_port("127.0.0.1")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from isles.agent.claims import Claims
 from isles.agent.journal import Journal
 from isles.agent.samples import Samples
-from isles.errors import DiskError
+from isles.errors import DataError, DiskError
 from isles.protocol import Board
 from isles.worker.link import Claim, Need
 
@@ -106,3 +106,13 @@ def test_a_record_that_lost_its_last_writes_gives_the_claim_that_is_asked_for(lo
     assert changed == (number > lost)
     assert sum(stop - start for start, stop in claims.ranges("a", number)) == 8
     assert not claims.give("a", number, {"a": 8, "b": 8})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 100_000, b'{"given": {}, "counted": 0, "ledger": {"size": Infinity}}', b"[]", b'{"given": [], "counted": 0}'],
+)
+def test_a_record_that_is_none_is_said_in_a_sentence(data: bytes) -> None:
+    """Any host of the run may write it."""
+    with pytest.raises(DataError, match="damaged"):
+        Claims.parse(data)

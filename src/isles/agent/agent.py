@@ -232,8 +232,7 @@ class Agent:
         log.info("leaving")
         await self.membership.refresh()
         self.link.send(Stop("the cluster leaves the run"))
-        await self.supervisor.stop(GRACE)
-        self.link.gone()
+        await self._stop_workers()
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and any(d.attempt is not None for d in self.drivers):
             await asyncio.sleep(0.05)
@@ -256,6 +255,9 @@ class Agent:
         deadline = time.monotonic() + SAVING
         while self.link.connected and time.monotonic() < deadline:
             await asyncio.sleep(TICK)
+        await self._stop_workers()
+
+    async def _stop_workers(self) -> None:
         await self.supervisor.stop(GRACE)
         self.link.gone()
 
@@ -300,7 +302,8 @@ class Agent:
                     await self._woken.wait()
             self._woken.clear()
             if self.member is State.JOINING and self.membership.in_step():  # at once: the next round may be open a moment only
-                await self.membership.refresh()
+                self.member = State.ACTIVE
+                self._background(self.membership.refresh())
             now = time.monotonic()
             if self.member is State.ACTIVE or self.board.rounds:
                 for driver in self.drivers:

@@ -96,9 +96,10 @@ async def _by_rounds(agent: Agent, index: int, peers: dict[str, str]) -> bool:
 
 def _recorded(record: RoundRecord) -> dict[int, str]:
     """The rounds of which the store's record itself says what was committed."""
+    rounds = {record.number - 1: record.previous}
     if record.phase is Phase.COMMITTED:
-        return {record.number: str(record.digest)} | ({record.number - 1: record.previous} if record.previous else {})
-    return {record.number - 1: record.previous} if record.previous else {}
+        rounds[record.number] = record.digest
+    return {number: digest for number, digest in rounds.items() if digest}
 
 
 async def _by_checkpoint(agent: Agent, peers: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isles.data import Ledger
-from isles.errors import DataError
+from isles.errors import MALFORMED, DataError
 from isles.protocol import RoundRecord
 
 AHEAD = 4  # claims that a cluster may hold that no committed round has counted: a slow one does not pile them up
@@ -48,7 +48,7 @@ class Claims:
             given, counted = record["given"], record["counted"]
             fits = all(isinstance(n, int) and n >= 0 for n in [*given.values(), counted])
             ledger = Ledger.from_dict(record["ledger"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             raise DataError("the run's record of claimed samples is damaged; restart the run from a checkpoint") from error
         if not fits:
             raise DataError("the run's record of claimed samples is damaged; restart the run from a checkpoint")
@@ -66,9 +66,8 @@ class Claims:
         for name in sorted({*counts, cluster}):
             mine, held = self.given.get(name, 0), {c.round for c in self.ledger.held(name)}
             if name == cluster or (mine < number and len(held) <= AHEAD):
-                label = number if name == cluster else mine + 1  # more than one further when the store has lost what it held
-                self.given[name] = label
-                self.ledger.claim(name, label, counts[name])
+                self.given[name] = number if name == cluster else mine + 1  # a store may have lost more than one claim
+                self.ledger.claim(name, self.given[name], counts[name])
         return True
 
     def count(self, record: RoundRecord) -> bool:

@@ -33,29 +33,30 @@ class Membership:
 
     async def claim_name(self) -> None:
         """See that no other process takes part under this cluster's name. Raises UsageError."""
-        me, seen = self._agent.invite.cluster, 0
-        for last in (False, True):
-            try:
-                entry = await self._agent.store.get(f"members.{me}")
-                record = None if entry is None else parse(MemberRecord, entry.value)
-            except IslesError:  # it cannot be seen, or is damaged: the next refresh writes it anew
-                return
-            if entry is None or record is None or record.state is State.LEAVING or record.incarnation == self._before:
-                return
-            if last and entry.revision != seen:
-                raise UsageError(
-                    f"another machine, or another folder, takes part as {me} now; end that one with `isles leave`, or have the "
-                    "organiser invite this one under a name of its own"
-                )
-            seen = entry.revision
-            await asyncio.sleep(0 if last else 2.5 * BEAT)
+        seen = await self._anothers()
+        if seen is None:
+            return
+        await asyncio.sleep(2.5 * BEAT)
+        if await self._anothers() not in (None, seen):
+            raise UsageError(
+                f"another machine, or another folder, takes part as {self._agent.invite.cluster} now; end that one with `isles leave`, or "
+                "have the organiser invite this one under a name of its own"
+            )
+
+    async def _anothers(self) -> int | None:
+        """The revision of this cluster's record, if a process wrote it that is not of this folder and has not left."""
+        try:
+            entry = await self._agent.store.get(f"members.{self._agent.invite.cluster}")
+            record = None if entry is None else parse(MemberRecord, entry.value)
+        except IslesError:  # it cannot be seen, or is damaged: the next refresh writes it anew
+            return None
+        if entry is None or record is None or record.state is State.LEAVING or record.incarnation == self._before:
+            return None
+        return entry.revision
 
     async def refresh(self) -> None:
         """Say how the cluster stands."""
         self._beats += 1
-        if self._agent.member is State.JOINING and self.in_step():
-            self._agent.member = State.ACTIVE
-            self._agent.wake()
         self._judge_reach()
         address = None if self._agent.settings.outbound_only or self._hidden_since is not None else self._agent.address
         record = MemberRecord(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.errors import RecordError, UsageError
+from isles.errors import MALFORMED, RecordError, UsageError
 from isles.files import write_whole
 from isles.identity import Authority, Certified, Invite, StoreTrust
 from isles.spec import Spec, spec_from
@@ -52,7 +52,7 @@ class RunRecord:
                 raise RecordError(f"{source} is of format {record['format']}; use the isles that the run was created with")
             spec = spec_from(record["spec"], source=source)
             return cls(spec, str(record["data"]), str(record["layout"]), int(record["parameters"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise RecordError(
                 f"{source} holds no run that this isles can read; use the isles that it was created with"
             ) from error

@@ -42,18 +42,18 @@ class Restored:
 
 def check_spec(spec: Spec) -> None:
     """What works in the simulator and not yet between machines. Raises SpecError."""
-    if spec.streaming.merge == "eager":
-        raise SpecError("streaming.merge 'eager' works in `isles simulate` only; use keep or mix between real clusters")
-    if spec.outer.merge == "radial":
-        raise SpecError("outer.merge 'radial' works in `isles simulate` only; use mean between real clusters")
+    for key, value, refused, others in (
+        ("streaming.merge", spec.streaming.merge, "eager", "keep or mix"),
+        ("outer.merge", spec.outer.merge, "radial", "mean"),
+        ("clusters.join_state", spec.clusters.join_state, "peer", "fresh"),
+        ("clusters.pace", spec.clusters.pace, "scale", "wait or train"),
+    ):
+        if value == refused:
+            raise SpecError(f"{key} '{value}' works in `isles simulate` only; use {others} between real clusters")
     if spec.clusters.events or spec.clusters.speeds:
         raise SpecError(
             "clusters.events and clusters.speeds play unequal clusters in `isles simulate`; real ones come, leave and are slow by themselves"
         )
-    if spec.clusters.join_state == "peer":
-        raise SpecError("clusters.join_state 'peer' works in `isles simulate` only; use fresh between real clusters")
-    if spec.clusters.pace == "scale":
-        raise SpecError("clusters.pace 'scale' works in `isles simulate` only; use wait or train between real clusters")
     if spec.streaming.overlap >= min([spec.train.local_steps, *(h for _, h in spec.train.local_steps_schedule)]):
         raise SpecError("streaming.overlap must be shorter than a round between real clusters")
 
@@ -125,15 +125,7 @@ def replay(state: OuterState, journal: Journal, averages: Averages) -> None:
     for index, fragment in enumerate(state.fragments):
         try:
             for row in journal.since(index, fragment.applied):
-                average = averages.get(index, row.number, row.digest)
-                if average is None:
-                    raise CheckpointError(f"the average of round {row.number} of fragment {index} is not on this disk")
-                try:
-                    average.verify()
-                except CheckpointError:
-                    averages.drop(index, row.number, row.digest)
-                    raise
-                state.apply(index, row.number, average, shift=False)
+                state.apply(index, row.number, averages.checked(index, row.number, row.digest), shift=False)
         except CheckpointError as error:
             log.warning("%s; the others will be asked", error)
         rows = journal.fragments[index]

@@ -41,10 +41,8 @@ class Samples:
         while True:
             need = await self._needs.get()
             said = ""
-            while need.number in (
-                self._journal.taken,
-                self._journal.taken + 1,
-            ):  # the last one may not have come to the workers
+            # the last claim that was taken may not have come to the workers
+            while 0 <= need.number - self._journal.taken <= 1:
                 try:
                     await self._claim(need)
                     break

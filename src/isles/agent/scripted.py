@@ -14,7 +14,7 @@ import json
 from isles.agent.access import Access, shown_by_store
 from isles.agent.folder import ClusterFolder
 from isles.agent.organiser import RunRecord
-from isles.errors import DiskError, ModelError, RecordError, UsageError
+from isles.errors import MALFORMED, DiskError, ModelError, RecordError, UsageError
 from isles.files import write_whole
 from isles.identity import Invite
 from isles.model import Layout
@@ -48,7 +48,7 @@ async def agree(invite: Invite, layout: Layout) -> None:
     try:
         shown = json.loads(entry.value) if entry is not None else {}
         digest, total = str(shown["layout"]), int(shown["parameters"])
-    except (ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise RecordError("the store's record of the model's layout cannot be read; use the isles of the others") from error
     if digest != layout.digest():
         raise ModelError(

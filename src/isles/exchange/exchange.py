@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from isles.codec import Codec, check
-from isles.errors import CheckpointError, CodecError, NetworkError
+from isles.errors import MALFORMED, CheckpointError, CodecError, NetworkError, first_failure
 from isles.exchange.peers import ERRORS, Pause, Peers, TooEarly, addresses
 from isles.exchange.rate import Counters, RateCap, Width
 from isles.exchange.reduction import Inbox, OwnerReduction
@@ -104,13 +104,11 @@ class Exchange:
         async with self._begun:
             self._begun.notify_all()
         send = self._sender(task, contribution)
-        try:
+        with first_failure():
             async with asyncio.TaskGroup() as group:
                 group.create_task(running.reduction.finished())
                 for owner, address in self._owners(task):
                     group.create_task(self._with_owner(group, running, owner, address, send))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
         average = await asyncio.to_thread(self._keep, task, running)
         running.whole = True
         return average.manifest.digest
@@ -191,7 +189,7 @@ class Exchange:
         answer = await self.peers.get(owner, address, path, MAX_MANIFEST, "contributions")
         try:
             return {int(chunk) for chunk in json.loads(answer.body)}
-        except (ValueError, TypeError, OverflowError, RecursionError):
+        except MALFORMED:
             return set()
 
     async def _send_all(
@@ -245,7 +243,7 @@ class Exchange:
         now = time.monotonic()
         try:
             missing = [str(name) for name in json.loads(body)["missing"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except MALFORMED:
             return
         for name in missing or [owner]:
             if name in running.task.participants:
@@ -300,11 +298,8 @@ class Exchange:
     # --- averages of rounds that are over
 
     def result(self, fragment: int, number: int, digest: str) -> StoredAverage:
-        """A whole average on disk; iterating gives its decoded chunks. Raises CheckpointError when it is not there."""
-        average = self.averages.get(fragment, number, digest)
-        if average is None:
-            raise CheckpointError(f"the average of round {number} of fragment {fragment} is not on this disk")
-        return average
+        """A whole average on disk; iterating gives its decoded chunks. Raises CheckpointError when it is not there, or was altered."""
+        return self.averages.checked(fragment, number, digest)
 
     async def fetch_result(
         self, fragment: int, number: int, digest: str, *, start: int, size: int, peers: Mapping[str, str | None],
@@ -323,12 +318,10 @@ class Exchange:
             spool = self._fetched[key] = Spool(self._folder / "averages" / name, manifest.sizes[0])
         missing = [chunk for chunk in range(len(manifest.sizes)) if chunk not in spool]
         queue = iter(missing)
-        try:
+        with first_failure():
             async with asyncio.TaskGroup() as group:
                 for name, address in reachable.items():
                     group.create_task(self._fetch_from(name, address, path, queue, manifest, spool, start, len(weights)))
-        except BaseExceptionGroup as failures:  # the disk
-            raise failures.exceptions[0] from None
         if any(chunk not in spool for chunk in missing):
             raise NetworkError(f"round {number} of fragment {fragment}: no other cluster gave all of its average; trying again")
         self.averages.add(spool, fragment, number, manifest.chunk, size, weights)

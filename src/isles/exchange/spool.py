@@ -21,7 +21,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from isles.codec import CHUNK_VALUES, decode, decode_accumulate
-from isles.errors import CheckpointError, DiskError
+from isles.errors import MALFORMED, CheckpointError, DiskError
 from isles.files import write_whole
 
 Floats = NDArray[np.float32]
@@ -89,18 +89,13 @@ class Spool:
         except OSError as error:
             raise DiskError(f"{self.path} cannot be written ({error.strerror}); free some space") from error
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
     def delete(self) -> None:
         """Remove the file. A thread may still be at work in it, so it is closed when nobody holds this object any more."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
     def __del__(self) -> None:
-        self.close()
+        os.close(self._file)
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ class Manifest:
                 or whole_digest([bytes.fromhex(d) for d in made.digests]) != made.digest
             ):
                 raise ValueError("its chunks are not what it says")
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except MALFORMED as error:
             raise CheckpointError(f"the description of an average is damaged ({error}); it is fetched again") from error
         return made
 
@@ -156,11 +151,6 @@ class StoredAverage:
                 f"{self.spool.path}: chunk {chunk} does not match its hash; it is fetched again from other clusters"
             )
         return data
-
-    def verify(self) -> None:
-        """See that the disk gives all of it back. Raises CheckpointError."""
-        for chunk in range(len(self.manifest.sizes)):
-            self.encoded(chunk)
 
     def __iter__(self) -> Iterator[Floats]:
         m = self.manifest
@@ -242,6 +232,20 @@ class Averages:
     def get(self, fragment: int, number: int, digest: str) -> StoredAverage | None:
         return self._held.get((fragment, number, digest))
 
+    def checked(self, fragment: int, number: int, digest: str) -> StoredAverage:
+        """An average that the disk gives back whole, so that nothing is done with a part of it. Raises CheckpointError when it is not there, or
+        the disk has altered it; it is deleted then, and can be fetched again."""
+        average = self.get(fragment, number, digest)
+        if average is None:
+            raise CheckpointError(f"the average of round {number} of fragment {fragment} is not on this disk")
+        try:
+            for chunk in range(len(average.manifest.sizes)):
+                average.encoded(chunk)
+        except CheckpointError:
+            self.drop(fragment, number, digest)
+            raise
+        return average
+
     def held(self, fragment: int) -> list[tuple[int, str]]:
         """(round, digest) of every average of a fragment, by round."""
         return sorted((number, digest) for f, number, digest in list(self._held) if f == fragment)  # threads add
@@ -256,7 +260,7 @@ class Averages:
         return any(average.spool is spool for average in list(self._held.values()))
 
     def drop(self, fragment: int, number: int, digest: str) -> None:
-        """Delete an average; one that the disk has altered is fetched again then."""
+        """Delete an average."""
         average = self._held.pop((fragment, number, digest), None)
         if average is not None:
             average.spool.path.with_suffix(".json").unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import web
 from blake3 import blake3
 
-from isles.errors import CheckpointError, DiskError, NetworkError
+from isles.errors import MALFORMED, CheckpointError, DiskError, NetworkError, first_failure
 from isles.exchange.exchange import Exchange
 from isles.exchange.peers import ERRORS, Pause, TooEarly
 from isles.exchange.server import Refused, Server
@@ -56,7 +56,7 @@ class Offer:
             offer = cls(int(raw["step"]), tuple(int(n) for n in raw["applied"]), int(raw["size"]), str(raw["digest"]))
             if offer.size <= 0 or len(offer.digest) != 64 or offer.step < 0:
                 raise ValueError
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except MALFORMED as error:
             raise CheckpointError("another cluster's description of its checkpoint is damaged") from error
         return offer
 
@@ -110,7 +110,7 @@ async def fetch_rounds(exchange: Exchange, fragment: int, peers: Mapping[str, st
         try:
             answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/{fragment}/rounds", MAX_JSON, "state")
             rows = {int(number): str(digest) for number, digest in json.loads(answer.body)}
-        except (*ERRORS, TooEarly, ValueError, TypeError, OverflowError, RecursionError):
+        except (*ERRORS, TooEarly, *MALFORMED):
             continue
         for number, digest in rows.items():
             named.setdefault(number, Counter())[digest] += 1
@@ -129,7 +129,7 @@ async def fetch_checkpoint(
         try:
             answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/checkpoints", MAX_JSON, "state")
             offers[name] = [Offer.of(raw) for raw in json.loads(answer.body)]
-        except (*ERRORS, TooEarly, CheckpointError, ValueError, TypeError, RecursionError):
+        except (*ERRORS, TooEarly, CheckpointError, *MALFORMED):
             continue
     sound = [
         (name, offer)
@@ -165,7 +165,7 @@ class Partial:
             raw: Any = json.loads(self._note.read_bytes())
             if path.exists():
                 self.digest, self.held = str(raw["digest"]), {int(chunk) for chunk in raw["held"]}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, *MALFORMED):
             pass
 
     def begin(self, offer: Offer) -> None:
@@ -214,11 +214,10 @@ async def _fetch(exchange: Exchange, givers: Mapping[str, tuple[str, int]], offe
     queue = deque(chunk for chunk in range(count) if chunk not in partial.held)
     file = partial.open()
     try:
-        async with asyncio.TaskGroup() as group:
-            for name, (address, step) in givers.items():
-                group.create_task(_fetch_from(exchange, name, address, step, queue, offer, file, partial))
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        with first_failure():
+            async with asyncio.TaskGroup() as group:
+                for name, (address, step) in givers.items():
+                    group.create_task(_fetch_from(exchange, name, address, step, queue, offer, file, partial))
     finally:
         os.close(file)
         if partial.held:

@@ -30,8 +30,8 @@ from isles.errors import CheckpointError
 from isles.files import sync
 
 FORMAT = 1
-_FOLDER = re.compile(r"^step-(\d{9})(?:\.before)?$")
 _BEFORE = ".before"  # after the name of a checkpoint that another of the same step takes the place of
+_FOLDER = re.compile(rf"^step-(\d{{9}})(?:{re.escape(_BEFORE)})?$")
 _TEMPORARY = ".writing-"
 
 
@@ -67,9 +67,13 @@ class CheckpointStore:
         return sorted({int(match[1]) for path in self.folder.iterdir() if (match := _FOLDER.match(path.name))})
 
     def path(self, step: int) -> Path:
-        final = self.folder / f"step-{step:09d}"
-        before = final.with_name(final.name + _BEFORE)
+        final, before = self._folders(step)
         return before if before.exists() and not final.exists() else final
+
+    def _folders(self, step: int) -> tuple[Path, Path]:
+        """Of a checkpoint, and of an earlier one of the same step while the new one takes its place."""
+        final = self.folder / f"step-{step:09d}"
+        return final, final.with_name(final.name + _BEFORE)
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
         """Write a checkpoint durably, then drop the oldest beyond `keep`. Raises CheckpointError when the disk refuses."""
@@ -87,8 +91,7 @@ class CheckpointStore:
             for path in temporary.iterdir():
                 sync(path)
             sync(temporary)
-            final = self.folder / f"step-{step:09d}"
-            before = final.with_name(final.name + _BEFORE)
+            final, before = self._folders(step)
             if final.exists():  # there is a whole one at every moment
                 shutil.rmtree(before, ignore_errors=True)
                 final.rename(before)
@@ -101,7 +104,7 @@ class CheckpointStore:
                 f"checkpoint of step {step} could not be written to {self.folder}: {error}; earlier ones are untouched, free some space and resume"
             ) from error
         for old in self.steps()[: -self.keep]:
-            for folder in self.folder.glob(f"step-{old:09d}*"):
+            for folder in self._folders(old):
                 shutil.rmtree(folder, ignore_errors=True)
         return final
 

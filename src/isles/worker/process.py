@@ -32,8 +32,7 @@ class Worker:
         parameters = CrewParameters(self.crew)
         self.session = parameters.session = Session(
             folder, parameters if rank.ranks else rank.parameters, self.spec, fragments=rank.layout.fragments,
-            layout=rank.layout.digest(), ranks=rank.size, saved=rank.saved.rounds(),
-            kept=rank.saved.ranges(),
+            layout=rank.layout.digest(), ranks=rank.size, saved=rank.saved.rounds(), kept=rank.saved.ranges(),
         )  # fmt: skip
         self.signal = 0
         self.session.interrupted = lambda: bool(self.signal)
