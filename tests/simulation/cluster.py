@@ -70,6 +70,7 @@ class Fragment:
     progress: str = ""  # name of what `prepared` holds
     attempt: Attempt | None = None
     record: RoundRecord | None = None  # of the attempt
+    serving: RoundRecord | None = None  # of the last attempt, be it over: others may still ask for its averages
     chunks: dict[int, tuple[str, ...]] = field(default_factory=dict)  # averages received in the attempt
     inbox: dict[tuple[int, str, str], str] = field(default_factory=dict)  # (round, cluster, incarnation) -> progress
     blamed: dict[str, float] = field(default_factory=dict)  # since when a peer has made no progress
@@ -263,6 +264,7 @@ class SimCluster:
 
     def _begin(self, f: int, x: Fragment, record: RoundRecord) -> None:
         x.attempt, x.record, x.chunks = Attempt(record.number, record.attempt), record, {}
+        x.serving = record
         x.blamed, x.reported, x.exposed, x.exposed_as = {}, {}, record.number, self.incarnation
         self.world.log(
             f"{self.name} begins {f}/{record.number}.{record.attempt} with {[p.cluster for p in record.participants]}"
@@ -341,7 +343,7 @@ class SimCluster:
     def average_part(self, f: int, record: RoundRecord) -> tuple[str, ...] | list[str] | None:
         """As owner: the contributions in the average, or who is missing, or None: this attempt is not known here."""
         x = self.fragments[f]
-        if x.record is None or (x.record.number, x.record.attempt) != (record.number, record.attempt):
+        if x.serving is None or (x.serving.number, x.serving.attempt) != (record.number, record.attempt):
             return None
         missing = [p.cluster for p in record.participants if (record.number, p.cluster, p.incarnation) not in x.inbox]
         if missing:
@@ -371,7 +373,7 @@ class SimCluster:
         self.world.log(f"{self.name} applies {f}/{action.round} {action.digest[:6]} contributed={action.contributed}")
         self.observer.applied(self, f, action, average)
         x.averages = {key: a for key, a in x.averages.items() if key[0] > action.round - 4}
-        x.inbox = {key: p for key, p in x.inbox.items() if key[0] > action.round}
+        x.inbox = {key: p for key, p in x.inbox.items() if key[0] >= action.round}
 
     # --- coming late
 

@@ -6,7 +6,7 @@ first one), so that the test of the test is quick; `python -m tests.simulation -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -93,12 +93,28 @@ def _joiner_takes_part() -> list[Patch]:
 
 def _most_must_hold() -> list[Patch]:
     """An average is committed only once most hold it, however long the others have made no progress."""
-    return [(rounds, "_enough", lambda view, holders, alive: 2 * len(holders) > alive)]  # noqa: ARG005
+    return [(rounds, "_held_long", lambda view, holders: False)]  # noqa: ARG005
 
 
 def _out_of_reach() -> list[Patch]:
-    """Clusters that cannot be reached go on by themselves, and nobody else ever gets what they did."""
-    return [(rounds, "_anyone_reachable", lambda view: False)]  # noqa: ARG005
+    """A cluster that cannot be reached goes on by itself, and nobody else ever gets what it did."""
+    real = rounds._owners
+
+    def owners(view: View, participants: Iterable[str]) -> dict[str, float]:
+        names = list(participants)
+        return real(view, names) or (dict.fromkeys(names, 0.0) if len(names) == 1 else {})
+
+    return [(rounds, "_owners", owners)]
+
+
+def _hands_that_do_not_take() -> list[Patch]:
+    """An average that only clusters out of reach hold is waited for until one that can be reached holds it too."""
+    real = rounds._hung
+
+    def hung(view: View, record: RoundRecord, survivors: int, holders: dict[str, str]) -> bool:
+        return not holders and real(view, record, survivors, holders)
+
+    return [(rounds, "_hung", hung)]
 
 
 def _astray_for_good() -> list[Patch]:
@@ -113,7 +129,12 @@ def _astray_for_good() -> list[Patch]:
 
 def _alone_and_hung() -> list[Patch]:
     """An exchange with one participant left, whom nobody can blame, is waited for for ever."""
-    return [(rounds, "_hung", lambda view, record: False)]  # noqa: ARG005
+    real = rounds._hung
+
+    def hung(view: View, record: RoundRecord, survivors: int, holders: dict[str, str]) -> bool:
+        return bool(holders) and real(view, record, survivors, holders)
+
+    return [(rounds, "_hung", hung)]
 
 
 def _the_wrong_one_stays() -> list[Patch]:
@@ -165,6 +186,7 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     "a joiner takes part before it holds the state": _joiner_takes_part,
     "most must hold an average, however long": _most_must_hold,
     "who cannot be reached goes on alone": _out_of_reach,
+    "who can be reached and takes no average is waited for": _hands_that_do_not_take,
     "other parameters are never renewed": _astray_for_good,
     "one that hangs alone is waited for": _alone_and_hung,
     "whom most contradict stays": _the_wrong_one_stays,

@@ -18,7 +18,7 @@ from tests.simulation.world import Lines, Store, World
 from isles.protocol import Apply, Phase, RoundRecord, Rules, State, parse
 
 FAULTS = 30.0  # seconds of faults
-PEACE = 120.0  # seconds of peace that must be enough
+PEACE = 180.0  # seconds of peace that must be enough
 MORE = 2  # rounds that every fragment must make in peace
 
 
@@ -130,6 +130,7 @@ class History:
         self.forgets = random.random() < 0.08  # the store loses its last writes when it falls
         self.rots = count > 2 and random.random() < 0.08
         self.checks.strict = not (self.forgets or self.rots)
+        self.rotten: tuple[SimCluster, int, str] | None = None  # whose parameters are damaged, of which fragment, and their digest
         self.lame: SimCluster | None = None  # is alive but not well, in peace too
         self.apart: frozenset[str] = frozenset()  # never talk to each other, in peace neither
         if random.random() < 0.15:
@@ -195,11 +196,12 @@ class History:
             kind = (
                 "kill"  # nobody could be reached any more, and what the others do alone stays out of reach for who comes back
             )
-        if kind == "wipe" and not self._stored_elsewhere(cluster):
+        if kind == "wipe" and (not self._stored_elsewhere(cluster) or self._damaged()):
             kind = "kill"
-        if self.rots and random.random() < 0.2 and cluster.up and sum(not c.outbound_only for c in self.clusters.values()) > 1:
-            cluster.rot(random.randrange(len(cluster.fragments)))
-            self.rots = False
+        if self.rots and random.random() < 0.2 and cluster.up and self._applied_elsewhere(cluster):
+            f = random.randrange(len(cluster.fragments))
+            cluster.rot(f)
+            self.rots, self.rotten = False, (cluster, f, cluster.fragments[f].base)
         elif kind in ("kill", "agent", "wipe") and cluster.up:
             cluster.crash(workers_live=kind == "agent")
             if kind == "wipe":
@@ -220,6 +222,10 @@ class History:
             pair = frozenset((cluster.name, other))
             self.lines.cut.add(pair)
             world.after(lasting, lambda: None if pair == self.apart else self.lines.cut.discard(pair))
+
+    def _damaged(self) -> bool:
+        """Whether there are parameters that do not count as a copy."""
+        return self.rotten is not None and self.rotten[0].fragments[self.rotten[1]].base == self.rotten[2]
 
     def _applied_elsewhere(self, cluster: SimCluster) -> bool:
         """Whether somebody else who can be reached holds every round: a run cannot outlive the only copy of one."""

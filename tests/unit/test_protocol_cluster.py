@@ -91,6 +91,8 @@ def test_an_exchange_that_is_about_to_end_is_let_end() -> None:
     assert decide(table.view(), mine, RULES) == []
     blamed = replace(mine, attempt=Attempt(1, 0, None, ("b",)))
     assert decide(table.view(), blamed, RULES) == [Cease(), Fetch(1, DIGEST)]
+    table.member("b", boot=2)  # an owner that began anew knows nothing of it
+    assert decide(table.view(), mine, RULES) == [Cease(), Fetch(1, DIGEST)]
 
 
 def test_a_cluster_left_out_of_the_attempt_stops_and_keeps_its_contribution() -> None:
@@ -138,6 +140,16 @@ def test_a_store_that_lost_its_last_writes_is_told_what_was_applied() -> None:
 def test_an_empty_store_begins_after_the_last_round_that_was_applied() -> None:
     (action,) = decide(Table("a").view(), local(applied=5), RULES)
     assert isinstance(action, Create) and (action.record.number, action.record.phase) == (6, Phase.TRAIN)
+
+
+def test_who_cannot_be_reached_does_not_say_where_a_run_stands_whose_store_forgot() -> None:
+    """Nobody could come there."""
+    table = Table()
+    table.member("a", address=None)
+    assert decide(table.view(), local(applied=5), RULES) == []
+    assert decide(table.view(), local(), RULES) != []  # where every cluster begins
+    table.round(RoundRecord(0, 3, Phase.COMMITTED, digest=DIGEST))
+    assert decide(table.view(), local(applied=5), RULES) == []
 
 
 def test_a_run_that_begins_again_from_a_disk_goes_on_at_its_step() -> None:

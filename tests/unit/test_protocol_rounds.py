@@ -123,14 +123,7 @@ def test_clusters_that_nobody_can_reach_cannot_exchange() -> None:
     assert {p.owner for p in record.parts} == {"b"} if record else False
 
 
-def test_one_cluster_alone_needs_nobody_to_reach_it() -> None:
-    table = opened()
-    table.member("a", address=None)
-    table.ready("a")
-    assert names(table.next()) == ["a"]
-
-
-def test_who_cannot_be_reached_does_not_go_on_without_those_who_can() -> None:
+def test_who_cannot_be_reached_does_not_go_on_alone() -> None:
     table = opened("b")
     table.member("a", address=None)
     table.ready("a")
@@ -138,7 +131,46 @@ def test_who_cannot_be_reached_does_not_go_on_without_those_who_can() -> None:
     table.refresh("a")
     assert table.next() is None
     table.member("b", State.LEAVING)
+    assert table.next() is None
+    table.member("a")
     assert names(table.next()) == ["a"]
+
+
+def test_a_run_that_has_begun_does_not_wait_for_its_number_of_clusters_again() -> None:
+    rules = replace(RULES, start=2)
+    table = opened("a")
+    table.ready("a")
+    assert table.next(rules) is None
+    table.member("a", rounds=(0, 3))  # another fragment is on its way
+    assert names(table.next(rules)) == ["a"]
+    table.member("a")
+    assert table.next(rules) is None
+    table.round(RoundRecord(0, 1, Phase.TRAIN, 1, base=BASE))  # they were there, and lost each other in the first exchange
+    assert names(table.next(rules)) == ["a"]
+
+
+def test_of_two_sets_of_parameters_the_one_that_somebody_can_be_asked_for_counts() -> None:
+    for base in ("0" * 64, "f" * 64):
+        table = opened("a")
+        table.member("b", address=None)
+        table.ready("a"), table.ready("b", base=base)
+        assert names(table.next()) == ["a"]
+
+
+def test_an_average_that_only_hidden_clusters_take_is_made_again_with_others() -> None:
+    table = Table("a")
+    table.member("b", address=None)
+    table.exchange("a", "b")
+    table.member("c")
+    table.done("b")
+    table.now += LEASE - 0.1
+    table.refresh("a", "b", "c")
+    table.ready("c")
+    assert table.next() is None
+    table.now += LEASE
+    table.refresh("a", "b", "c")
+    record = table.next()
+    assert record is not None and (record.phase, record.participants) == (Phase.TRAIN, ())
 
 
 def test_an_average_that_nobody_could_get_is_not_committed() -> None:

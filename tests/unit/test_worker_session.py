@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isles.spec import Spec, spec_from
-from isles.worker.link import Claim, FromAgent, HandedOff, Hello, Merge, Message, Need, Release, Released, Start
+from isles.worker.link import Claim, FromAgent, HandedOff, Hello, Merge, Merged, Message, Need, Release, Released, Start, Stop
 from isles.worker.memory import SharedParameters
 from isles.worker.parameters import FlatView
 from isles.worker.schedule import Schedule
@@ -100,6 +100,19 @@ def test_a_result_and_the_next_round_heard_at_once_lose_and_double_nothing(tmp_p
                 played.x[0] == 115.0 + played.session.step - 4
             )  # what was trained since the hand-off, on the global parameters
     assert len(played.link.of(Released)) == 1 and played.session.whole
+
+
+def test_a_result_that_waits_for_its_time_when_the_workers_are_told_to_stop_is_merged(tmp_path: Path) -> None:
+    """Else what they save is not whole, and their moments are lost."""
+    played = Played(tmp_path, spec_of(streaming={"overlap": 3}))
+    for _ in range(4):
+        played.step()
+    played.apply(10.0)
+    played.link.batches = [[Merge(0, 1, False, True, 0), Stop("the cluster leaves the run")]]
+    played.step()
+    assert not played.session.running and not played.session.whole
+    played.session.settle()
+    assert played.session.whole and played.x[0] == 110.0 + 1 and played.link.of(Merged) == [Merged(0, 1)]
 
 
 def test_a_claim_that_was_asked_for_is_asked_again_when_the_line_is_back_and_only_then(tmp_path: Path) -> None:

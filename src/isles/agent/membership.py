@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("isles.agent")
 
 HIDDEN = 600.0  # seconds for which a cluster that the others could not reach owns no part
+ALONE = "no cluster that can be reached from outside is there, and a round needs one: wait for it, or join without --outbound-only"
 FIGURES = 5  # beats between two reports for people
 
 
@@ -72,9 +73,10 @@ class Membership:
         """When most others could not get on with this cluster in a round, it owns no parts for a while, as if it could not be reached."""
         now, me = time.monotonic(), self._agent.invite.cluster
         if self._agent.settings.outbound_only:
+            self._notice_being_alone()
             return
         if self._hidden_since is not None:
-            if now - self._hidden_since > HIDDEN:
+            if now - self._hidden_since > HIDDEN or not reachable(self._agent):
                 self._hidden_since, self.trouble = None, ""
             return
         for index, seen in self._agent.board.rounds.items():
@@ -90,6 +92,13 @@ class Membership:
                     self.trouble.replace("it at", "this cluster at"), HIDDEN / 60,
                 )  # fmt: skip
                 return
+
+    def _notice_being_alone(self) -> None:
+        """A cluster that cannot be reached makes no round without one that can."""
+        alone = self._beats > 10 and not reachable(self._agent)
+        if alone and not self.trouble:
+            log.warning("%s", ALONE)
+        self.trouble = ALONE if alone else ""
 
     def _figures(self) -> FiguresRecord:
         """How the cluster does, for people."""

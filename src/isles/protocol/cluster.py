@@ -124,15 +124,16 @@ Action = Create | Propose | WriteReady | WriteDone | Begin | Cease | Apply | Fet
 def decide(view: View, local: Local, rules: Rules, *, may_propose: bool = True) -> list[Action]:
     """What the cluster should do now, in this order. Empty: nothing until something changes or time passes."""
     if view.round is None:
-        return [Create(first_round(view.fragment, local.base, local.applied, step=local.step))] if may_propose else []
+        first = first_round(view.fragment, local.base, local.applied, step=local.step)
+        return [Create(first)] if may_propose and _may_restore(view, local) else []
     record = view.round.record
     if record.open > local.applied + 1:
-        return _behind(record, local)
+        return _behind(view, record, local)
     if record.open < local.applied + 1:
         # Either an older record still stands here, and this is refused; or the store has lost what it had said, and the run goes on
         # from what was applied. The attempt's number is one that nobody has used.
         lost = first_round(view.fragment, local.base, local.applied, view.round.revision, local.step)
-        return [Propose(lost, view.round.revision)] if may_propose and view.round.revision else []
+        return [Propose(lost, view.round.revision)] if may_propose and view.round.revision and _may_restore(view, local) else []
     actions = _train_or_exchange(view, record, local)
     successor = next_round(view, rules) if may_propose else None
     if successor is not None:
@@ -140,7 +141,13 @@ def decide(view: View, local: Local, rules: Rules, *, may_propose: bool = True) 
     return actions
 
 
-def _behind(record: RoundRecord, local: Local) -> list[Action]:
+def _may_restore(view: View, local: Local) -> bool:
+    """Whether a store that has lost what it held may be told to go on from where this cluster stands: others must be able to come there."""
+    me = view.members.get(local.cluster)
+    return not local.applied or (me is not None and me.record.address is not None)
+
+
+def _behind(view: View, record: RoundRecord, local: Local) -> list[Action]:
     """The store shows a round committed that this cluster has not applied."""
     committed = record.phase is Phase.COMMITTED
     digest = record.digest if committed else record.previous
@@ -149,11 +156,12 @@ def _behind(record: RoundRecord, local: Local) -> list[Action]:
     number = local.applied + 1
     if (number, digest) in local.held:
         return [Apply(number, digest, local.is_in(number, record.participants if committed else record.before))]
-    attempt = local.attempt
+    attempt, owners = local.attempt, {part.owner for part in record.parts}
     if attempt is None or attempt.digest is not None:
         return [Fetch(number, digest)]
     if committed and attempt.round == number and attempt.attempt == record.attempt and not attempt.blamed:
-        return []  # its own exchange is about to end with just that average
+        if all(view.alive(p.cluster, p.incarnation) for p in record.participants if p.cluster in owners):
+            return []  # its own exchange is about to end with just that average
     return [Cease(), Fetch(number, digest)]
 
 

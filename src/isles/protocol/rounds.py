@@ -12,7 +12,7 @@ because only one of them replaces the record. Safety rests on three rules that n
     exchange n, attempt a      --- most participants hold the same average ---->  committed n
     exchange n, attempt a      --- a participant is lost or voted out --------->  exchange n, attempt a + 1, with the survivors
     exchange n, attempt a      --- nobody is left who could own a part -------->  train n
-    exchange n, attempt a      --- the last participant hangs, others are ready ->  train n
+    exchange n, attempt a      --- who takes part hangs, others are ready ------->  train n
 
 Time decides only whom to wait for, never what is applied.
 """
@@ -20,7 +20,7 @@ Time decides only whom to wait for, never what is applied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -73,14 +73,14 @@ def _close(view: View, record: RoundRecord, rules: Rules) -> RoundRecord | None:
         return None
     ready = _candidates(view, record)
     active = {name for name, m in view.members.items() if m.record.state is State.ACTIVE and view.alive(name)}
-    if not ready or (record.open == 1 and len(active) < rules.start):
+    if not ready or (len(active) < rules.start and not _begun(view, record)):
         return None
     expected = active - _astray(view, record, ready)
     if not expected <= ready.keys() and not _waited(view, ready, len(expected), rules):
         return None
     owners = _owners(view, ready)
     if not owners:
-        return None  # several clusters are ready and none can be reached from outside
+        return None  # none that is ready can be reached from outside
     size = rules.sizes[view.fragment]
     chunk = chunk_values(size, len(ready))
     return RoundRecord(
@@ -98,6 +98,11 @@ def _close(view: View, record: RoundRecord, rules: Rules) -> RoundRecord | None:
     )
 
 
+def _begun(view: View, record: RoundRecord) -> bool:
+    """Whether the run has: with this fragment, or with another one."""
+    return record.open > 1 or record.attempt > 0 or any(any(m.record.rounds) for m in view.members.values())
+
+
 def _candidates(view: View, record: RoundRecord) -> dict[str, ReadyRecord]:
     """Clusters whose contribution to the open round could be exchanged now: alive, ready, and measured from the same parameters."""
     ready = {}
@@ -107,10 +112,11 @@ def _candidates(view: View, record: RoundRecord) -> dict[str, ReadyRecord]:
         if fits and member is not None and member.record.state is not State.JOINING:
             ready[name] = seen.record
     bases = Counter(r.base for r in ready.values())
+    servable = {ready[name].base for name in _owners(view, ready)}  # by somebody who can be reached
     if record.phase is not Phase.COMMITTED and record.base is not None:
         base = record.base
     else:  # a cluster whose parameters differ from the others' has a broken memory or disk; it is left out until it has fetched them anew
-        base = min(bases, key=lambda b: (-bases[b], b), default="")
+        base = min(bases, key=lambda b: (b not in servable, -bases[b], b), default="")
     return {name: r for name, r in ready.items() if r.base == base}
 
 
@@ -130,20 +136,15 @@ def _waited(view: View, ready: Mapping[str, ReadyRecord], expected: int, rules: 
     return standing[0] >= PATIENCE * trained + LEASE
 
 
-def _owners(view: View, participants: Mapping[str, object]) -> dict[str, float]:
-    """Who can own a part, with the speed of its line in bytes/s. One that cannot be reached owns only in a run of its own: of
-    what it did alone nobody could ever get hold, and who is back later would be shut out for good."""
+def _owners(view: View, participants: Iterable[str]) -> dict[str, float]:
+    """Who can own a part, with the speed of its line in bytes/s. Who cannot be reached owns none, alone neither: of what it did by
+    itself nobody else could ever get hold, and all others would be shut out for good."""
     owners = {}
     for name in participants:
         member = view.members[name].record
-        if member.address is not None or (len(participants) == 1 and not _anyone_reachable(view)):
+        if member.address is not None:
             owners[name] = float(min((rate for rate in (member.up, member.down) if rate), default=0))
     return owners
-
-
-def _anyone_reachable(view: View) -> bool:
-    """Whether the run has a member that can be reached from outside, be it gone at the moment."""
-    return any(m.record.address is not None and m.record.state is not State.LEAVING for m in view.members.values())
 
 
 def _after_exchange(view: View, record: RoundRecord) -> RoundRecord | None:
@@ -151,13 +152,13 @@ def _after_exchange(view: View, record: RoundRecord) -> RoundRecord | None:
     alive = [p for p in record.participants if view.alive(p.cluster, p.incarnation)]
     holders = {p.cluster: digest for p in alive if (digest := _held(view, record, p)) is not None}
     digests = set(holders.values())
-    if len(digests) == 1 and _enough(view, holders, len(alive)) and _obtainable(view, holders):
+    if len(digests) == 1 and _owners(view, holders) and (2 * len(holders) > len(alive) or _held_long(view, holders)):
         return replace(record, phase=Phase.COMMITTED, digest=digests.pop())
     out = _voted_out(view, record, alive) if not holders else None
     survivors = {p.cluster: p for p in alive if p.cluster != out}
     if len(digests) > 1:  # the same attempt with two results: somebody's memory failed, so it is made again
         return _without_the_wrong(view, record, survivors, holders)
-    if len(survivors) == 1 and _hung(view, record):
+    if _hung(view, record, len(survivors), holders):
         return _reopened(record)
     if len(survivors) == len(record.participants) and _owners(view, survivors):
         return None
@@ -180,26 +181,22 @@ def _outside(view: View, record: RoundRecord) -> dict[str, ReadyRecord]:
     return {name: ready for name, ready in _candidates(view, record).items() if name not in names}
 
 
-def _hung(view: View, record: RoundRecord) -> bool:
-    """Whether a participant that is alone, so that nobody blames it, holds up others: it needs no line, so it should be done by now."""
-    if len(record.participants) > 1 or view.round is None:
+def _hung(view: View, record: RoundRecord, survivors: int, holders: Mapping[str, str]) -> bool:
+    """Whether those of whom nobody complains hold up others: one that is alone and needs no line should be done by now; and where only
+    clusters that nobody can reach hold the average for long, those who could hand it on fail to take it."""
+    outside = _outside(view, record)
+    if view.round is None or not outside:
         return False
-    outside = _outside(view, record).values()
-    return bool(outside) and view.stood(view.round) >= median(r.seconds for r in outside) + LEASE
+    if holders:
+        return not _owners(view, holders) and bool(_owners(view, outside)) and _held_long(view, holders)
+    return survivors == 1 and view.stood(view.round) >= median(r.seconds for r in outside.values()) + LEASE
 
 
-def _enough(view: View, holders: Mapping[str, str], alive: int) -> bool:
-    """Whether those who do not hold the average yet need not be waited for: most hold it, or the first has held it for as long as it
-    took to get, and a lease (who is not done by then can fetch it; the holders have it on their disks)."""
-    if 2 * len(holders) > alive:
-        return True
-    held = max(view.stood(view.done[name]) for name in holders)
+def _held_long(view: View, holders: Mapping[str, str]) -> bool:
+    """Whether the first has held the average for as long as it took to get, and a lease: those who do not hold it yet need not be waited
+    for any more (they can fetch it; the holders have it on their disks)."""
+    held = max((view.stood(view.done[name]) for name in holders), default=0.0)
     return held >= LEASE and view.round is not None and 2 * held >= view.stood(view.round)
-
-
-def _obtainable(view: View, holders: Mapping[str, str]) -> bool:
-    """Whether others can get the average from somebody who holds it."""
-    return any(view.members[name].record.address is not None for name in holders) or not _anyone_reachable(view)
 
 
 def _held(view: View, record: RoundRecord, participant: Participant) -> str | None:

@@ -55,6 +55,7 @@ class Worker:
                 break
             if every and self.session.step % every == 0:
                 self._save()
+        self.session.settle()
         self._save()
         self.session.end()
 

@@ -147,6 +147,11 @@ class Session:
         self._began = time.monotonic()
         return start
 
+    def settle(self) -> None:
+        """Before the end: merge the results that are there and not yet due, so that what can be saved is whole."""
+        for index in list(self._arrived):
+            self._merge(self._arrived.pop(index))
+
     def end(self) -> None:
         """Say that the workers are done, or have saved and stop."""
         finished = self.schedule.finished and not any(f.flight or f.since for f in self.schedule.fragments)
