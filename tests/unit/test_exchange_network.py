@@ -475,40 +475,6 @@ def test_the_cap_on_what_is_sent_is_kept(tmp_path: Path) -> None:
     run(play)
 
 
-def test_a_round_that_is_opened_again_in_other_chunks_begins_with_none_of_the_old_ones(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with islands(tmp_path, "abc") as made:
-            record = made.record("abc")
-            first = [asyncio.create_task(made.join(n, record)) for n in "ab"]  # type: ignore[arg-type]
-            while not made.received("a", "b"):
-                await asyncio.sleep(0.02)
-            for task in first:
-                task.cancel()
-            await asyncio.gather(*first, return_exceptions=True)
-            size = CHUNK * 2
-            parts = plan_parts(-(-SIZE // size), dict.fromkeys("abc", 0.0), 3)
-            digest = await made.all(replace(record, attempt=1, chunk=size, parts=parts))
-            assert np.array_equal(made.values("c", digest), made.expected("abc"))
-
-    run(play)
-
-
-def test_what_a_kill_cut_off_is_swept_up_and_what_is_whole_is_found(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with islands(tmp_path, "ab") as made:
-            digest = await made.all(made.record("ab"))
-            left = [tmp_path / "a" / "f0-r2-c4096" / "b-0.spool", tmp_path / "a" / "averages" / "f0-r2-a0.spool"]
-            for path in left:
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(b"half")
-            await made.at["a"].stop()
-            await made.start("a")
-            assert not any(path.exists() for path in left)
-            assert np.array_equal(made.values("a", digest), made.expected("ab"))
-
-    run(play)
-
-
 @pytest.mark.parametrize("change", [{"chunk": 0}, {"parts": (Part("a", 0, 1 << 60),)}, {"parts": ()}])
 def test_parts_that_are_not_of_the_fragment_are_refused_at_once(tmp_path: Path, change: dict[str, Any]) -> None:
     async def play() -> None:

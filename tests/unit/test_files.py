@@ -19,7 +19,7 @@ def test_the_name_of_a_durable_file_is_synced_after_the_file(
     synced: list[tuple[bool, list[str]]] = []  # whether a folder, and what was in the folder then
 
     def fsync(descriptor: int) -> None:
-        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), sorted(os.listdir(tmp_path))))
+        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), sorted(p.name for p in tmp_path.iterdir())))
 
     monkeypatch.setattr("os.fsync", fsync)
     write_whole(tmp_path / "journal", b"one", durable=durable)
@@ -31,7 +31,7 @@ def test_the_name_of_a_durable_file_is_synced_after_the_file(
 def test_a_folder_that_cannot_be_synced_by_nature_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(_: Path) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("isles.files.sync", refuse)
