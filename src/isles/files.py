@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from isles.errors import UsageError
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Write a file in one move: whoever reads it sees the old one or the new one, whole, after a loss of power too.
 
-    mode: permissions of a new file, less the umask. durable: whether it must outlive a loss of power. Raises OSError; the old file is then as it was."""
+    mode: permissions of a new file, less the umask. durable: whether it must outlive a loss of power. Raises OSError; the old file is then as it
+    was, or the new one is in its place but a loss of power may bring the old one back."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.unlink(missing_ok=True)
@@ -28,6 +30,12 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = T
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        try:
+            sync(path.parent)  # the name, too, must be on the disk
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no folders
+                raise
 
 
 def sync(path: Path) -> None:

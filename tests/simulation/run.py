@@ -130,7 +130,9 @@ class History:
         self.forgets = random.random() < 0.08  # the store loses its last writes when it falls
         self.rots = count > 2 and random.random() < 0.08
         self.checks.strict = not (self.forgets or self.rots)
-        self.rotten: tuple[SimCluster, int, str] | None = None  # whose parameters are damaged, of which fragment, and their digest
+        self.rotten: tuple[SimCluster, int, str] | None = (
+            None  # whose parameters are damaged, of which fragment, and their digest
+        )
         self.lame: SimCluster | None = None  # is alive but not well, in peace too
         self.apart: frozenset[str] = frozenset()  # never talk to each other, in peace neither
         if random.random() < 0.15:

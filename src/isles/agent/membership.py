@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("isles.agent")
 
 HIDDEN = 600.0  # seconds for which a cluster that the others could not reach owns no part
-ALONE = "no cluster that can be reached from outside is there, and a round needs one: wait for it, or join without --outbound-only"
+ALONE = (
+    "no cluster that can be reached from outside is there, and a round needs one: wait for it, or join without --outbound-only"
+)
 FIGURES = 5  # beats between two reports for people
 
 

@@ -357,5 +357,7 @@ class Exchange:
     def forget(self, fragment: int, before: int) -> None:
         """Delete what is kept of the rounds before this one."""
         self.averages.forget(fragment, before)
+        for cut in [k for k in self._fetched if k[0] == fragment and k[1] < before]:
+            self._fetched.pop(cut).delete()  # nobody gave all of it, and now nobody needs it
         for key in [k for k in self._inboxes if k[0] == fragment and k[1] < before]:
             self._inboxes.pop(key).delete()

@@ -159,9 +159,10 @@ def _behind(view: View, record: RoundRecord, local: Local) -> list[Action]:
     attempt, owners = local.attempt, {part.owner for part in record.parts}
     if attempt is None or attempt.digest is not None:
         return [Fetch(number, digest)]
-    if committed and attempt.round == number and attempt.attempt == record.attempt and not attempt.blamed:
-        if all(view.alive(p.cluster, p.incarnation) for p in record.participants if p.cluster in owners):
-            return []  # its own exchange is about to end with just that average
+    mine = committed and attempt.round == number and attempt.attempt == record.attempt
+    owners_live = all(view.alive(p.cluster, p.incarnation) for p in record.participants if p.cluster in owners)
+    if mine and owners_live and not attempt.blamed:
+        return []  # its own exchange is about to end with just that average
     return [Cease(), Fetch(number, digest)]
 
 
