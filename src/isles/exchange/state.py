@@ -2,11 +2,13 @@
 
     GET /v1/RUN/FRAGMENT/rounds             the rounds whose averages are kept here (JSON: [[round, digest], ...])
     GET /v1/RUN/checkpoints                 the checkpoints kept, oldest first: step, rounds, and size and hash of the file of each (JSON)
+    GET /v1/RUN/checkpoints/STEP/hashes     the hashes of the chunks of such a file, 32 bytes each
     GET /v1/RUN/checkpoints/STEP/CHUNK      a chunk of such a file
 
 Global parameters and momentum have the same bits on every cluster, so a checkpoint of the same rounds is the same file everywhere: a joiner
-takes its chunks from several clusters at once, checks each against the hash that came with it and the whole against what most say. What has
-come stays on disk when the transfer is cut, and the next try goes on from there, for as long as somebody keeps that checkpoint.
+takes its chunks from several clusters at once, checks each against the hash that most givers name for it and the whole against what most say;
+one giver whose disk altered its file costs the others nothing. What has come stays on disk when the transfer is cut, and the next try goes
+on from there, for as long as somebody keeps that checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,8 +29,8 @@ from blake3 import blake3
 
 from isles.errors import CheckpointError, DiskError, NetworkError
 from isles.exchange.exchange import Exchange
-from isles.exchange.peers import ERRORS, Pause, TooEarly
-from isles.exchange.server import Refused, Server
+from isles.exchange.peers import ERRORS, Answer, Pause, TooEarly
+from isles.exchange.server import LONG_POLL, Refused, Server
 from isles.exchange.spool import chunk_digest
 from isles.files import write_whole
 
@@ -38,6 +41,10 @@ MAX_JSON = 1 << 20
 MAX_OFFERS = 64  # of one cluster
 TRIES = 6  # of a chunk with one giver in a row, over some seconds
 NOTED = 64  # chunks after which it is noted which have come
+HASH = 32  # bytes
+KEPT = 4  # lists of hashes, and those that are remembered as wrong
+LOOK = 1.0  # seconds between two looks at whether a giver still moves
+HASHING, READING = 60.0, 1e8  # seconds, and bytes/s beside, in which a giver has to read its file
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,11 @@ class StateServer:
         self, server: Server, rounds: Callable[[int], list[tuple[int, str]]], checkpoints: Callable[[], list[tuple[Offer, Path]]]
     ) -> None:  # fmt: skip
         self._server, self._rounds, self._checkpoints = server, rounds, checkpoints
+        self._hashes: dict[str, asyncio.Task[bytes]] = {}  # by the digest of the file
         server.routes += [
             web.get(r"/v1/{run}/{fragment:\d+}/rounds", self._answer_rounds),
             web.get(r"/v1/{run}/checkpoints", self._answer_offers),
+            web.get(r"/v1/{run}/checkpoints/{step:\d+}/hashes", self._answer_hashes),
             web.get(r"/v1/{run}/checkpoints/{step:\d+}/{chunk:\d+}", self._answer_chunk),
         ]
 
@@ -82,6 +91,26 @@ class StateServer:
     async def _answer_offers(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
         return web.json_response([asdict(offer) for offer, _ in self._checkpoints()[-MAX_OFFERS:]])
+
+    async def _answer_hashes(self, request: web.Request) -> web.StreamResponse:
+        self._server.name_of(request)
+        step = int(request.match_info["step"][:18])
+        for offer, path in self._checkpoints():
+            if offer.step == step:
+                making = self._hashes.get(offer.digest)
+                if making is None:  # the file is read once, however many ask
+                    making = self._hashes[offer.digest] = asyncio.create_task(_hashes_of(path, offer.size))
+                    while len(self._hashes) > KEPT:
+                        del self._hashes[next(iter(self._hashes))]
+                try:
+                    async with asyncio.timeout(LONG_POLL):
+                        return web.Response(body=await asyncio.shield(making))
+                except TimeoutError:
+                    return web.Response(status=202)
+                except OSError:
+                    self._hashes.pop(offer.digest, None)
+                    break
+        raise Refused(410, "this checkpoint is not kept any more")
 
     async def _answer_chunk(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
@@ -103,12 +132,29 @@ def _read_chunk(path: Path, chunk: int) -> bytes:
         return file.read(CHUNK)
 
 
+async def _hashes_of(path: Path, size: int) -> bytes:
+    return b"".join([chunk_digest(await asyncio.to_thread(_read_chunk, path, n)) for n in range(-(-size // CHUNK))])
+
+
+async def _ask(exchange: Exchange, peer: str, address: str, path: str, limit: int) -> Answer:
+    """GET once, given up when the peer moves no byte for long: joining waits for nobody. Raises one of ERRORS, or TooEarly."""
+    began = time.monotonic()
+    asking = asyncio.ensure_future(exchange.peers.get_once(peer, address, f"/v1/{exchange.run}/{path}", limit, "state"))
+    try:
+        while not (await asyncio.wait({asking}, timeout=LOOK))[0]:
+            if exchange.peers.health(peer).stuck(began):
+                raise TimeoutError("it has not moved a byte for long")
+        return asking.result()
+    finally:
+        asking.cancel()
+
+
 async def fetch_rounds(exchange: Exchange, fragment: int, peers: Mapping[str, str]) -> dict[int, str]:
     """The rounds of a fragment that others keep, each with the digest that most of them name."""
     named: dict[int, Counter[str]] = {}
     for name, address in peers.items():
         try:
-            answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/{fragment}/rounds", MAX_JSON, "state")
+            answer = await _ask(exchange, name, address, f"{fragment}/rounds", MAX_JSON)
             rows = {int(number): str(digest) for number, digest in json.loads(answer.body)}
         except (*ERRORS, TooEarly, ValueError, TypeError, OverflowError, RecursionError):
             continue
@@ -127,7 +173,7 @@ async def fetch_checkpoint(
     offers: dict[str, list[Offer]] = {}
     for name, address in peers.items():
         try:
-            answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/checkpoints", MAX_JSON, "state")
+            answer = await _ask(exchange, name, address, "checkpoints", MAX_JSON)
             offers[name] = [Offer.of(raw) for raw in json.loads(answer.body)]
         except (*ERRORS, TooEarly, CheckpointError, ValueError, TypeError, RecursionError):
             continue
@@ -147,25 +193,60 @@ async def fetch_checkpoint(
     givers = {name: (peers[name], offer.step) for name, offer in sound if offer.digest == digest}
     offer = next(offer for _, offer in sound if offer.digest == digest)
     partial.begin(offer)
+    givers, hashes = await _agreed(exchange, givers, offer, partial)
     log.info(
         "joining from the checkpoint of step %d, %.1f MB from %s%s", offer.step, offer.size / 1e6, ", ".join(givers),
         f", of which {len(partial.held) * CHUNK / 1e6:.1f} MB have come before" if partial.held else "",
     )  # fmt: skip
-    await _fetch(exchange, givers, offer, partial)
+    await _fetch(exchange, givers, offer, hashes, partial)
     return offer
 
 
+async def _hashes_from(exchange: Exchange, peer: str, address: str, step: int, offer: Offer) -> bytes:
+    """What a giver names as the hashes of its chunks, once it has read its file; empty when it does not."""
+    size, until = -(-offer.size // CHUNK) * HASH, time.monotonic() + HASHING + offer.size / READING
+    try:
+        while time.monotonic() < until:
+            answer = await _ask(exchange, peer, address, f"checkpoints/{step}/hashes", size)
+            if answer.status == 200:
+                return answer.body if len(answer.body) == size else b""
+            await asyncio.sleep(LOOK)
+    except (*ERRORS, TooEarly) as error:
+        exchange.peers.failed(peer, address, error)
+    return b""
+
+
+async def _agreed(
+    exchange: Exchange, givers: Mapping[str, tuple[str, int]], offer: Offer, partial: Partial
+) -> tuple[dict[str, tuple[str, int]], bytes]:
+    """The givers that name the same hashes of chunks, as most of them do, and those hashes. Raises NetworkError, DiskError."""
+    answers = await asyncio.gather(*(_hashes_from(exchange, name, *giver, offer) for name, giver in givers.items()))
+    named = {name: body for name, body in zip(givers, answers, strict=True) if body}
+    believed = {name: body for name, body in named.items() if chunk_digest(body).hex() not in partial.wrong}
+    if not believed:
+        partial.wrong.clear()  # a giver may have mended its disk
+        partial.note()
+        raise NetworkError("no cluster that can be reached gives a whole checkpoint to join from; trying again")
+    hashes = Counter(believed.values()).most_common(1)[0][0]
+    for name, body in named.items():
+        if body != hashes:
+            log.warning("%s has another file of that checkpoint than others do, so nothing is taken from it", name)
+    return {name: giver for name, giver in givers.items() if named.get(name) == hashes}, hashes
+
+
 class Partial:
-    """A file that comes in chunks, and beside it a note of which have come. digest: of the whole that they are part of; empty: of none."""
+    """A file that comes in chunks, and beside it a note of which have come. digest: of the whole that they are part of; empty: of none.
+    wrong: digests of lists of hashes whose chunks did not make up their whole."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._note = path, path.with_suffix(".coming")
-        self.digest, self.held = "", set[int]()
+        self.digest, self.held, self.wrong = "", set[int](), list[str]()
         try:
             raw: Any = json.loads(self._note.read_bytes())
+            self.wrong = [str(digest) for digest in raw["wrong"]][-KEPT:]
             if path.exists():
                 self.digest, self.held = str(raw["digest"]), {int(chunk) for chunk in raw["held"]}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             pass
 
     def begin(self, offer: Offer) -> None:
@@ -177,9 +258,8 @@ class Partial:
     def note(self) -> None:
         """Write down what has come; after a loss of power it may say too much, and the hash of the whole tells. Raises DiskError."""
         try:
-            write_whole(
-                self._note, json.dumps({"digest": self.digest, "held": sorted(self.held)}).encode(), mode=0o600, durable=False
-            )
+            record = {"digest": self.digest, "held": sorted(self.held), "wrong": self.wrong[-KEPT:]}
+            write_whole(self._note, json.dumps(record).encode(), mode=0o600, durable=False)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -199,6 +279,12 @@ class Partial:
         except OSError as error:
             raise self._refused(error) from error
 
+    def damaged(self, hashes: bytes) -> set[int]:
+        """The chunks on disk that do not match their hashes."""
+        with self.path.open("rb") as file:
+            found = [chunk_digest(file.read(CHUNK)) for _ in range(len(hashes) // HASH)]
+        return {chunk for chunk, digest in enumerate(found) if digest != _hash(hashes, chunk)}
+
     def forget(self) -> None:
         """Nothing has come."""
         self.path.unlink(missing_ok=True)
@@ -209,14 +295,20 @@ class Partial:
         return DiskError(f"{self.path} cannot be written ({error.strerror}); free some space, joining goes on then")
 
 
-async def _fetch(exchange: Exchange, givers: Mapping[str, tuple[str, int]], offer: Offer, partial: Partial) -> None:
+def _hash(hashes: bytes, chunk: int) -> bytes:
+    return hashes[chunk * HASH : (chunk + 1) * HASH]
+
+
+async def _fetch(
+    exchange: Exchange, givers: Mapping[str, tuple[str, int]], offer: Offer, hashes: bytes, partial: Partial
+) -> None:
     count = -(-offer.size // CHUNK)
     queue = deque(chunk for chunk in range(count) if chunk not in partial.held)
     file = partial.open()
     try:
         async with asyncio.TaskGroup() as group:
             for name, (address, step) in givers.items():
-                group.create_task(_fetch_from(exchange, name, address, step, queue, offer, file, partial))
+                group.create_task(_fetch_from(exchange, name, address, step, queue, offer, hashes, file, partial))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     finally:
@@ -227,22 +319,36 @@ async def _fetch(exchange: Exchange, givers: Mapping[str, tuple[str, int]], offe
         raise NetworkError("the clusters that gave the checkpoint went away; going on when one is back")
     actual = await asyncio.to_thread(lambda: blake3(max_threads=1).update_mmap(partial.path).hexdigest())
     if actual != offer.digest:
-        partial.forget()
-        raise NetworkError("the checkpoint that came from the others does not match its hash; trying again")
+        await _sort_out(hashes, partial)
+
+
+async def _sort_out(hashes: bytes, partial: Partial) -> None:
+    """The whole does not match its hash: chunks that this disk lost come again, or else their hashes were no good. Raises NetworkError."""
+    if damaged := await asyncio.to_thread(partial.damaged, hashes):
+        partial.held -= damaged
+        partial.note()
+        raise NetworkError(f"{len(damaged)} chunks of the checkpoint that came are damaged on this disk; getting those again")
+    partial.forget()
+    partial.wrong.append(chunk_digest(hashes).hex())
+    partial.note()
+    raise NetworkError("the checkpoint that came from the others does not match its hash; trying others")
 
 
 async def _fetch_from(
-    exchange: Exchange, peer: str, address: str, step: int, queue: deque[int], offer: Offer, file: int, partial: Partial
+    exchange: Exchange, peer: str, address: str, step: int, queue: deque[int], offer: Offer, hashes: bytes, file: int,
+    partial: Partial,
 ) -> None:  # fmt: skip
-    """Take chunks from one giver until there are none left, or it fails again and again; what it did not give goes back to the others."""
-    failures, pause = 0, Pause()
-    while queue and failures < TRIES:
+    """Take chunks from one giver until all have come, or it fails again and again; what it did not give goes back to the others."""
+    failures, pause, count = 0, Pause(), len(hashes) // HASH
+    while len(partial.held) < count and failures < TRIES:
+        if not queue:  # what others are at may come back
+            await asyncio.sleep(LOOK / 10)
+            continue
         chunk = queue.popleft()
         size, body = min(CHUNK, offer.size - chunk * CHUNK), b""
         try:
-            path = f"/v1/{exchange.run}/checkpoints/{step}/{chunk}"
-            answer = await exchange.peers.get_once(peer, address, path, size, "state")
-            if len(answer.body) == size and chunk_digest(answer.body).hex() == answer.digest:
+            answer = await _ask(exchange, peer, address, f"checkpoints/{step}/{chunk}", size)
+            if len(answer.body) == size and chunk_digest(answer.body) == _hash(hashes, chunk):
                 body = answer.body
             else:
                 log.warning("%s at %s sent a damaged chunk of its checkpoint", peer, address)
