@@ -179,6 +179,8 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert isles("create", "run.toml", "--store", address) == 0
     assert "already holds a run" in mistake(2, "create", "run.toml")
     assert "no name for a cluster" in mistake(2, "invite", "Alice!")
+    for name in ("localhost", "store-2"):
+        assert "a name of the run's store" in mistake(2, "invite", name)
     assert isles("invite", "alice") == 0
     assert "exists" in mistake(2, "invite", "alice")
 
@@ -189,6 +191,14 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert "cannot be read" in mistake(2, "join", "nobody.invite")
     assert "nobody answers there" in mistake(10, "join", "alice.invite")
     assert "no cluster's folder" in mistake(2, "leave", ".")
+
+    (papers,) = (tmp_path / "runs").glob("*/store-1.papers")
+    old = json.loads(papers.read_text())
+    del old["papers"]["secret"]
+    (tmp_path / "old.papers").write_text(json.dumps(old))
+    assert "make the run anew" in mistake(2, "store", "old.papers")
+    (tmp_path / "old.papers").write_text("{}")
+    assert "no papers of a store's member" in mistake(2, "store", "old.papers")
 
     with socket.create_server(("127.0.0.1", port)):
         assert "choose another port" in mistake(10, "store")

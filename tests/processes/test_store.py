@@ -129,6 +129,24 @@ def test_a_cluster_writes_its_own_records_and_no_others(tmp_path: Path, monkeypa
     run(play)
 
 
+def test_a_bucket_that_was_made_with_looser_settings_is_brought_up_to_date(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with ground(tmp_path, bucket=False) as g:
+            await g.serve()
+            organiser = await g.connect("organiser", organiser=True)
+            await organiser._js.add_stream(
+                name="KV_run", subjects=["$KV.run.>"], max_msgs_per_subject=1, allow_rollup_hdrs=True
+            )
+            await organiser.put("spec", b"the spec")
+            await organiser.create_bucket()
+            config = (await organiser._js.stream_info("KV_run")).config
+            assert config.deny_delete and config.deny_purge and not config.allow_rollup_hdrs
+            entry = await organiser.get("spec")
+            assert entry is not None and entry.value == b"the spec"
+
+    run(play)
+
+
 def test_records_and_watches_survive_a_killed_server(tmp_path: Path) -> None:
     async def play() -> None:
         async with ground(tmp_path) as g:
@@ -216,6 +234,12 @@ def test_a_host_cannot_make_itself_a_member_of_the_store(tmp_path: Path) -> None
             for i in range(3):
                 said = (tmp_path / f"s{i}" / "server.log").read_text()
                 assert "rogue" not in said and g.authority.members_secret() not in said
+            context = client_context(g.authority.certified.certificate, g.authority.certify("alice"))
+            with pytest.raises(NetworkError):  # it has nothing of the run, not even for who may read everything
+                inside = await Store.connect([rogue.url], g.authority.admit_organiser(), context, patience=2)
+                g.stores.append(inside)
+                await inside.get("spec")
+            assert g.authority.members_secret() not in repr(rogue) + repr(papers)
 
     run(play)
 

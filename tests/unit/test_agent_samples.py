@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isles.agent import samples as module
 from isles.agent.claims import Claims
 from isles.agent.journal import Journal
 from isles.agent.samples import Samples
-from isles.errors import DataError, DiskError
+from isles.errors import DataError, DiskError, NetworkError
 from isles.protocol import Board
 from isles.worker.link import Claim, Need
 
@@ -116,3 +117,41 @@ def test_a_record_that_is_none_is_said_in_a_sentence(data: bytes) -> None:
     """Any host of the run may write it."""
     with pytest.raises(DataError, match="damaged"):
         Claims.parse(data)
+
+
+DAMAGED = [b"", b"[" * 100_000, b'{"given": [], "counted": 0}', Claims.empty(999).pack()]
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_who_has_seen_the_record_whole_puts_it_back(tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        store, out = Memory(), list[Claim]()
+        samples = samples_of(store, Journal(tmp_path / "journal.json", 1), out)
+        await answered(samples, out, Need(1, 8), Need(2, 8))
+        store._set(data)
+        await answered(samples, out, Need(3, 8))
+        store._set(data)
+        await answered(samples, out, Need(3, 8))  # nothing is new, and the record is whole again all the same
+        assert store.entry is not None and Claims.parse(store.entry.value).given == {"a": 3}
+        assert [c.ranges for c in out] == [((0, 8),), ((8, 16),), ((16, 24),), ((16, 24),)]
+        assert "putting back" in caplog.text
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_damaged_record_that_nobody_puts_back_begins_anew(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        store, out = Memory(), list[Claim]()
+        store._set(data)
+        samples = samples_of(store, Journal(tmp_path / "journal.json", 1), out)
+        with pytest.raises(NetworkError, match="waiting for a cluster that has seen it whole"):
+            await samples._claim(Need(1, 8))
+        assert store.entry is not None and store.entry.value == data
+        monkeypatch.setattr(module, "FREE_AFTER", 0.0)
+        await answered(samples, out, Need(1, 8))
+        assert [c.ranges for c in out] == [((0, 8),)]
+
+    asyncio.run(play())

@@ -72,9 +72,18 @@ def test_an_agent_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
         store.save(step, {"n": step}, TENSORS)
     (store.path(2) / "global.safetensors").write_bytes(b"damaged")
     assert newest_sound(store).step == 1
+    assert store.steps() == [1], "offered to nobody, and no reason to drop a sound one"
     (store.path(1) / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="the others give it their state"):
-        newest_sound(store)
+    assert newest_sound(store) is None and store.steps() == []
+    store.save(1, {}, TENSORS)
+    assert [p.name for p in store.folder.iterdir()] == ["step-000000001"]
+
+
+def test_a_sound_checkpoint_of_another_run_is_not_passed_over(tmp_path: Path) -> None:
+    _store(tmp_path, run_digest="other").save(1, {}, TENSORS)
+    with pytest.raises(CheckpointError, match="another run"):
+        newest_sound(_store(tmp_path))
+    assert _store(tmp_path).steps() == [1]
 
 
 def test_leftovers_of_a_killed_write_are_no_checkpoint_and_go(tmp_path: Path) -> None:

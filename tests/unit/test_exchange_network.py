@@ -335,6 +335,24 @@ def test_a_late_cluster_fetches_a_committed_average_from_several_and_again_after
     run(play)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "topk"])
+def test_a_description_whose_chunks_are_too_large_is_not_believed(tmp_path: Path, codec: str) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "abc", codec) as made:
+            digest = await made.all(made.record("ab"))
+            weights = (0.5, 0.5) if codec == "topk" else ()
+            liar = made.at["a"].averages.get(0, 1, digest)
+            assert liar is not None
+            sizes = (1 << 29, *liar.manifest.sizes[1:])
+            liar.manifest = replace(liar.manifest, sizes=sizes)  # which the digest does not cover
+            with pytest.raises(NetworkError, match="no cluster"):
+                await made.at["c"].fetch_result(0, 1, digest, start=0, size=SIZE, peers={"a": made.peers["a"]}, weights=weights)
+            peers = {n: made.peers[n] for n in "ab"}
+            await made.at["c"].fetch_result(0, 1, digest, start=0, size=SIZE, peers=peers, weights=weights)
+
+    run(play)
+
+
 def test_a_kept_average_that_the_disk_altered_is_not_used(tmp_path: Path) -> None:
     async def play() -> None:
         async with islands(tmp_path, "a") as made:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file
 
 from isles.errors import CheckpointError, NetworkError
-from isles.exchange.state import Offer, Partial, fetch_checkpoint, fetch_rounds
+from isles.exchange.joining import fetch_checkpoint, fetch_rounds
+from isles.exchange.partial import Partial
+from isles.exchange.state import Offer
 from isles.protocol import Phase, RoundRecord
 
 if TYPE_CHECKING:
@@ -70,6 +72,12 @@ async def catch_up(agent: Agent, index: int, *, renew: bool = False) -> None:
         raise NetworkError(f"{what} can be reached to catch up from; waiting for one")
     if renew or agent.own_beginning or not await _by_rounds(agent, index, peers):
         await _by_checkpoint(agent, peers)
+    elif agent.membership.in_step():
+        Partial(joining(agent)).forget()  # of a transfer that was cut and is needed no more
+
+
+def joining(agent: Agent) -> Path:
+    return agent.folder.path / "joining.safetensors"
 
 
 async def _by_rounds(agent: Agent, index: int, peers: dict[str, str]) -> bool:
@@ -103,7 +111,7 @@ def _recorded(record: RoundRecord) -> dict[int, str]:
 
 
 async def _by_checkpoint(agent: Agent, peers: dict[str, str]) -> None:
-    path = agent.folder.path / "joining.safetensors"
+    path = joining(agent)
     rounds = [seen.record.open - 1 for _, seen in sorted(agent.board.rounds.items())]
     most = 2 * 4 * agent.state.layout.total + HEADER  # global parameters and momentum, fp32
     offer = await fetch_checkpoint(agent.exchange, peers, path, rounds=rounds, size=most)

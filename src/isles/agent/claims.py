@@ -49,9 +49,9 @@ class Claims:
             fits = all(isinstance(n, int) and n >= 0 for n in [*given.values(), counted])
             ledger = Ledger.from_dict(record["ledger"])
         except MALFORMED as error:
-            raise DataError("the run's record of claimed samples is damaged; restart the run from a checkpoint") from error
+            raise DataError("the run's record of claimed samples is damaged") from error
         if not fits:
-            raise DataError("the run's record of claimed samples is damaged; restart the run from a checkpoint")
+            raise DataError("the run's record of claimed samples is damaged")
         return cls(ledger, dict(given), counted)
 
     def ranges(self, cluster: str, number: int) -> tuple[Range, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,9 @@ class Organiser:
 
     def invite(self, name: str) -> Invite:
         """Raises UsageError for a name that no cluster can have."""
+        hosts = {address.rpartition(":")[0].lower() for address in self.store} | {"localhost"}
+        if name in hosts or re.fullmatch(r"store-\d+", name):  # its certificate would pass for that of the store
+            raise UsageError(f"{name!r} is a name of the run's store; choose another for the cluster")
         return Invite.issue(self.authority, name, tuple(f"tls://{address}" for address in self.store), self.record.digest)
 
 
@@ -111,6 +115,11 @@ def member_of(path: Path, folder: Path, listen: str) -> StoreServer:
         kept: Any = json.loads(path.read_bytes())
         papers, number, members = kept["papers"], int(kept["number"]), [str(m) for m in kept["members"]]
         trust = StoreTrust(papers["trust"]["operator"], *(_pair(papers["trust"][name]) for name in ("system", "account")))
+        if "secret" not in papers:
+            raise UsageError(
+                f"the store's papers {path} are of an earlier isles, whose members did not know each other by a secret; make the run anew with "
+                "`isles create`"
+            )
         made = StorePapers(papers["run"], trust, papers["authority"], Certified(**papers["certified"]), str(papers["secret"]))
         port = int(members[number - 1].rpartition(":")[2])
     except OSError as error:

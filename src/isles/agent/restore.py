@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from isles.exchange.spool import Averages
 from isles.model import FlatParameters, Layout, build_model
 from isles.simulator.folder import run_digest
 from isles.spec import Spec
-from isles.worker.checkpoint import Checkpoint, CheckpointStore
+from isles.worker.checkpoint import Checkpoint, CheckpointStore, DamagedError
 from isles.worker.memory import SharedParameters
 
 log = logging.getLogger("isles.agent")
@@ -75,8 +74,8 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
     checkpoints = CheckpointStore(folder.checkpoints, run_digest=digest, keep=spec.checkpoint.keep)
     journal = Journal(folder.journal, len(layout.fragments))
     made = Restored(dataset, layout, codec, state, journal, checkpoints)
-    if checkpoints.steps():
-        saved = newest_sound(checkpoints)
+    saved = newest_sound(checkpoints)
+    if saved is not None:
         state.load(saved.tensors["global"], [int(n) for n in saved.state["applied"]])
         if residual is not None and "residual" in saved.tensors:
             np.copyto(residual, saved.tensors["residual"]["residual"].numpy())
@@ -85,6 +84,8 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
         state.begin(FlatParameters(model, layout).values.detach().numpy())
     else:  # saved at once: others may have to begin with it, and the script does not say it twice
         state.begin(shared.globals)
+        for rows in journal.fragments:
+            rows.applied = []  # without a checkpoint nobody knows which of them these parameters hold
         record = {"applied": [0] * len(state.fragments), "digests": [f.digest for f in state.fragments]}
         checkpoints.save(0, record, {"global": state.tensors()})
     before = [f.applied for f in state.fragments]
@@ -96,20 +97,21 @@ def restore(folder: ClusterFolder, settings: ClusterSettings) -> Restored:
     return made
 
 
-def newest_sound(checkpoints: CheckpointStore) -> Checkpoint:
-    """The newest checkpoint that the disk gives back whole; damaged ones are passed over. Raises CheckpointError when there is none."""
-    *older, newest = checkpoints.steps()
-    try:
-        return checkpoints.load(newest)
-    except CheckpointError as error:
-        for step in reversed(older):
-            with contextlib.suppress(CheckpointError):
-                saved = checkpoints.load(step)
-                log.warning("%s; going on from that of step %d, and asking the others for what came after", error, step)
-                return saved
-        raise CheckpointError(
-            f"no checkpoint in {checkpoints.folder} can be read; remove the cluster's folder, and join again: the others give it their state"
-        ) from error
+def newest_sound(checkpoints: CheckpointStore) -> Checkpoint | None:
+    """The newest checkpoint that the disk gives back whole; damaged ones are set aside. None: there is none, and the cluster begins as one that
+    holds no state, which the others give it. Raises CheckpointError for one that is sound and of another run."""
+    found = False
+    while steps := checkpoints.steps():
+        found = True
+        try:
+            return checkpoints.load(steps[-1])
+        except DamagedError as error:
+            log.warning("%s; the checkpoint is now %s, the one before is tried", error.what, checkpoints.set_aside(steps[-1]))
+    if found:
+        log.error(
+            "no checkpoint in %s can be read; this cluster joins anew, the others give it their state", checkpoints.folder
+        )
+    return None
 
 
 def _built(spec: Spec, base: Path) -> tuple[Dataset, torch.nn.Module]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from isles.agent.claims import Claims, Range
 from isles.agent.journal import Journal
-from isles.errors import DiskError, NetworkError
+from isles.errors import DataError, DiskError, NetworkError
 from isles.protocol import Board, RoundRecord, State
 from isles.store import Store
 from isles.worker.link import Claim, Need
@@ -31,6 +31,8 @@ class Samples:
         self.cluster, self.sequences = cluster, sequences
         self._store, self._board, self._journal, self._hand_over = store, board, journal, give
         self._needs: asyncio.Queue[Need] = asyncio.Queue()
+        self._last: bytes | None = None  # the shared record as this process last saw it whole
+        self._damaged_since: float | None = None
 
     def need(self, need: Need) -> None:
         """The workers will soon run short."""
@@ -84,10 +86,33 @@ class Samples:
         while True:
             store = self._store()
             entry = await store.get(KEY)
-            claims = Claims.parse(entry.value) if entry else Claims.empty(self.sequences)
-            if not change(claims):
+            claims = self._read(entry.value) if entry else Claims.empty(self.sequences)
+            if not change(claims) and self._damaged_since is None:
                 return claims
             data = claims.pack()
             done = await (store.update(KEY, data, entry.revision) if entry else store.create(KEY, data))
             if done is not None:
+                self._last, self._damaged_since = data, None
                 return claims
+
+    def _read(self, data: bytes) -> Claims:
+        """The shared record. Every cluster may write it, so one that is damaged ends nobody: who has seen it whole puts that back, as if the
+        store had lost what came after; when nobody does for long, it begins anew. Raises NetworkError meanwhile."""
+        try:
+            claims = Claims.parse(data)
+            if claims.ledger.size != self.sequences:
+                raise DataError(
+                    f"the run's record of claimed samples counts {claims.ledger.size} sequences, not {self.sequences}"
+                )
+        except DataError as error:
+            now = time.monotonic()
+            self._damaged_since = self._damaged_since or now
+            if self._last is not None:
+                log.error("%s; putting back what it was before", error)
+                return Claims.parse(self._last)
+            if now - self._damaged_since < FREE_AFTER:
+                raise NetworkError(f"{error}; waiting for a cluster that has seen it whole") from error
+            log.error("%s, and nobody has seen it whole; it begins anew, so that some samples are trained twice", error)
+            return Claims.empty(self.sequences)
+        self._last, self._damaged_since = data, None
+        return claims

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from isles.errors import IslesError
 from isles.files import write_whole
+from isles.store.server import free_port
 
 log = logging.getLogger("isles.agent")
 
@@ -144,7 +144,7 @@ class Supervisor:
             process.send(signal.SIGKILL)
 
     def _start(self) -> None:
-        port = _free_port() if self.ranks > 1 else 0
+        port = free_port("127.0.0.1") if self.ranks > 1 else 0
         self._children = []
         with self.log_file.open("ab") as output:
             for rank in range(self.ranks):
@@ -228,9 +228,3 @@ def _said(code: int | None) -> str:
     if code is None:
         return "an unknown exit code"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

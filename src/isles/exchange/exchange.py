@@ -29,7 +29,7 @@ from isles.exchange.rate import Counters, RateCap, Width
 from isles.exchange.reduction import Inbox, OwnerReduction
 from isles.exchange.server import EARLY, LONG_POLL, Refused, Server
 from isles.exchange.spool import Averages, Manifest, Spool, StoredAverage, chunk_digest, unbundle
-from isles.exchange.task import Contribution, Task
+from isles.exchange.task import Contribution, Task, largest_result
 from isles.spec import OuterTable
 
 log = logging.getLogger("isles.exchange")
@@ -310,7 +310,7 @@ class Exchange:
         start, size: of the fragment; weights: of the contributions, for codecs that gather. Raises NetworkError when nobody gives it."""
         path = f"/v1/{self.run}/{fragment}/{number}/results/{digest}"
         reachable = addresses(peers, self.me)
-        manifest = await self._manifest(path, reachable, size, digest)
+        manifest = await self._manifest(path, reachable, size, digest, len(weights))
         key = (fragment, number, digest)
         spool = self._fetched.get(key)
         if spool is None:
@@ -327,14 +327,16 @@ class Exchange:
         self.averages.add(spool, fragment, number, manifest.chunk, size, weights)
         self._fetched.pop(key, None)
 
-    async def _manifest(self, path: str, peers: Mapping[str, str], size: int, digest: str) -> Manifest:
+    async def _manifest(self, path: str, peers: Mapping[str, str], size: int, digest: str, parts: int) -> Manifest:
+        """The description of an average, from the first who gives one that can be true. parts: contributions in a chunk, for codecs that gather."""
         for name, address in peers.items():
             try:
                 answer = await self.peers.get_once(name, address, path, MAX_MANIFEST, "results")
                 manifest = Manifest.from_json(answer.body)
             except (*ERRORS, TooEarly, CheckpointError):
                 continue
-            if manifest.digest == digest and manifest.size == size:
+            most = largest_result(self._codec, manifest.chunk, parts)  # the digest does not cover the sizes
+            if manifest.digest == digest and manifest.size == size and max(manifest.sizes) <= most:
                 return manifest
         raise NetworkError(f"no cluster that can be reached holds the average {digest[:12]}; trying again")
 

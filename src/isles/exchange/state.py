@@ -1,43 +1,29 @@
-"""The state of a run for who comes late: which averages a cluster keeps, and its checkpoints, chunk by chunk.
+"""What a cluster gives to who comes late: which averages it keeps, and its checkpoints, chunk by chunk.
 
-    GET /v1/RUN/FRAGMENT/rounds             the rounds whose averages are kept here (JSON: [[round, digest], ...])
-    GET /v1/RUN/checkpoints                 the checkpoints kept, oldest first: step, rounds, and size and hash of the file of each (JSON)
-    GET /v1/RUN/checkpoints/STEP/CHUNK      a chunk of such a file
-
-Global parameters and momentum have the same bits on every cluster, so a checkpoint of the same rounds is the same file everywhere: a joiner
-takes its chunks from several clusters at once, checks each against the hash that came with it and the whole against what most say. What has
-come stays on disk when the transfer is cut, and the next try goes on from there, for as long as somebody keeps that checkpoint.
+GET /v1/RUN/FRAGMENT/rounds             the rounds whose averages are kept here (JSON: [[round, digest], ...])
+GET /v1/RUN/checkpoints                 the checkpoints kept, oldest first: step, rounds, and size and hash of the file of each (JSON)
+GET /v1/RUN/checkpoints/STEP/hashes     the hashes of the chunks of such a file, 32 bytes each
+GET /v1/RUN/checkpoints/STEP/CHUNK      a chunk of such a file
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import os
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from blake3 import blake3
 
-from isles.errors import MALFORMED, CheckpointError, DiskError, NetworkError, first_failure
-from isles.exchange.exchange import Exchange
-from isles.exchange.peers import ERRORS, Pause, TooEarly
-from isles.exchange.server import Refused, Server
+from isles.errors import MALFORMED, CheckpointError
+from isles.exchange.server import LONG_POLL, Refused, Server
 from isles.exchange.spool import chunk_digest
-from isles.files import write_whole
-
-log = logging.getLogger("isles.exchange")
 
 CHUNK = 4 << 20  # bytes
-MAX_JSON = 1 << 20
+HASH = 32  # bytes
 MAX_OFFERS = 64  # of one cluster
-TRIES = 6  # of a chunk with one giver in a row, over some seconds
-NOTED = 64  # chunks after which it is noted which have come
+KEPT = 4  # lists of hashes
 
 
 @dataclass(frozen=True)
@@ -69,9 +55,11 @@ class StateServer:
         self, server: Server, rounds: Callable[[int], list[tuple[int, str]]], checkpoints: Callable[[], list[tuple[Offer, Path]]]
     ) -> None:  # fmt: skip
         self._server, self._rounds, self._checkpoints = server, rounds, checkpoints
+        self._hashes: dict[str, asyncio.Task[bytes]] = {}  # by the digest of the file
         server.routes += [
             web.get(r"/v1/{run}/{fragment:\d+}/rounds", self._answer_rounds),
             web.get(r"/v1/{run}/checkpoints", self._answer_offers),
+            web.get(r"/v1/{run}/checkpoints/{step:\d+}/hashes", self._answer_hashes),
             web.get(r"/v1/{run}/checkpoints/{step:\d+}/{chunk:\d+}", self._answer_chunk),
         ]
 
@@ -82,6 +70,26 @@ class StateServer:
     async def _answer_offers(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
         return web.json_response([asdict(offer) for offer, _ in self._checkpoints()[-MAX_OFFERS:]])
+
+    async def _answer_hashes(self, request: web.Request) -> web.StreamResponse:
+        self._server.name_of(request)
+        step = int(request.match_info["step"][:18])
+        for offer, path in self._checkpoints():
+            if offer.step == step:
+                making = self._hashes.get(offer.digest)
+                if making is None:  # the file is read once, however many ask
+                    making = self._hashes[offer.digest] = asyncio.create_task(_hashes_of(path, offer.size))
+                    while len(self._hashes) > KEPT:
+                        del self._hashes[next(iter(self._hashes))]
+                try:
+                    async with asyncio.timeout(LONG_POLL):
+                        return web.Response(body=await asyncio.shield(making))
+                except TimeoutError:
+                    return web.Response(status=202)
+                except OSError:
+                    self._hashes.pop(offer.digest, None)
+                    break
+        raise Refused(410, "this checkpoint is not kept any more")
 
     async def _answer_chunk(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
@@ -103,159 +111,5 @@ def _read_chunk(path: Path, chunk: int) -> bytes:
         return file.read(CHUNK)
 
 
-async def fetch_rounds(exchange: Exchange, fragment: int, peers: Mapping[str, str]) -> dict[int, str]:
-    """The rounds of a fragment that others keep, each with the digest that most of them name."""
-    named: dict[int, Counter[str]] = {}
-    for name, address in peers.items():
-        try:
-            answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/{fragment}/rounds", MAX_JSON, "state")
-            rows = {int(number): str(digest) for number, digest in json.loads(answer.body)}
-        except (*ERRORS, TooEarly, *MALFORMED):
-            continue
-        for number, digest in rows.items():
-            named.setdefault(number, Counter())[digest] += 1
-    return {number: digests.most_common(1)[0][0] for number, digests in named.items()}
-
-
-async def fetch_checkpoint(
-    exchange: Exchange, peers: Mapping[str, str], path: Path, *, rounds: Sequence[int], size: int
-) -> Offer:
-    """Get a checkpoint that others hold into a file: the one that an earlier call was cut in, if somebody keeps it, or else the newest.
-
-    rounds: the last that is committed of each fragment, size: bytes that a state can have at most; who offers more is not believed. Raises
-    NetworkError, DiskError."""
-    offers: dict[str, list[Offer]] = {}
-    for name, address in peers.items():
-        try:
-            answer = await exchange.peers.get_once(name, address, f"/v1/{exchange.run}/checkpoints", MAX_JSON, "state")
-            offers[name] = [Offer.of(raw) for raw in json.loads(answer.body)]
-        except (*ERRORS, TooEarly, CheckpointError, *MALFORMED):
-            continue
-    sound = [
-        (name, offer)
-        for name, many in offers.items()
-        for offer in many
-        if len(offer.applied) == len(rounds) and all(map(int.__le__, offer.applied, rounds)) and offer.size <= size
-    ]
-    if not sound:
-        raise NetworkError("no cluster that can be reached has a checkpoint to join from; trying again")
-    partial = Partial(path)
-    digest = partial.digest
-    if all(offer.digest != digest for _, offer in sound):
-        newest = max(offer.applied for _, offer in sound)
-        digest = Counter(o.digest for _, o in sound if o.applied == newest).most_common(1)[0][0]
-    givers = {name: (peers[name], offer.step) for name, offer in sound if offer.digest == digest}
-    offer = next(offer for _, offer in sound if offer.digest == digest)
-    partial.begin(offer)
-    log.info(
-        "joining from the checkpoint of step %d, %.1f MB from %s%s", offer.step, offer.size / 1e6, ", ".join(givers),
-        f", of which {len(partial.held) * CHUNK / 1e6:.1f} MB have come before" if partial.held else "",
-    )  # fmt: skip
-    await _fetch(exchange, givers, offer, partial)
-    return offer
-
-
-class Partial:
-    """A file that comes in chunks, and beside it a note of which have come. digest: of the whole that they are part of; empty: of none."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._note = path, path.with_suffix(".coming")
-        self.digest, self.held = "", set[int]()
-        try:
-            raw: Any = json.loads(self._note.read_bytes())
-            if path.exists():
-                self.digest, self.held = str(raw["digest"]), {int(chunk) for chunk in raw["held"]}
-        except (OSError, *MALFORMED):
-            pass
-
-    def begin(self, offer: Offer) -> None:
-        """Go on with what has come of this one, or begin anew. Raises DiskError."""
-        if offer.digest != self.digest:
-            self.forget()
-            self.digest = offer.digest
-
-    def note(self) -> None:
-        """Write down what has come; after a loss of power it may say too much, and the hash of the whole tells. Raises DiskError."""
-        try:
-            write_whole(
-                self._note, json.dumps({"digest": self.digest, "held": sorted(self.held)}).encode(), mode=0o600, durable=False
-            )
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def open(self) -> int:
-        """Raises DiskError."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def write(self, file: int, chunk: int, body: bytes) -> None:
-        """Raises DiskError."""
-        try:
-            if os.pwrite(file, body, chunk * CHUNK) != len(body):
-                raise OSError(28, os.strerror(28))
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def forget(self) -> None:
-        """Nothing has come."""
-        self.path.unlink(missing_ok=True)
-        self._note.unlink(missing_ok=True)
-        self.digest, self.held = "", set()
-
-    def _refused(self, error: OSError) -> DiskError:
-        return DiskError(f"{self.path} cannot be written ({error.strerror}); free some space, joining goes on then")
-
-
-async def _fetch(exchange: Exchange, givers: Mapping[str, tuple[str, int]], offer: Offer, partial: Partial) -> None:
-    count = -(-offer.size // CHUNK)
-    queue = deque(chunk for chunk in range(count) if chunk not in partial.held)
-    file = partial.open()
-    try:
-        with first_failure():
-            async with asyncio.TaskGroup() as group:
-                for name, (address, step) in givers.items():
-                    group.create_task(_fetch_from(exchange, name, address, step, queue, offer, file, partial))
-    finally:
-        os.close(file)
-        if partial.held:
-            partial.note()
-    if len(partial.held) < count:
-        raise NetworkError("the clusters that gave the checkpoint went away; going on when one is back")
-    actual = await asyncio.to_thread(lambda: blake3(max_threads=1).update_mmap(partial.path).hexdigest())
-    if actual != offer.digest:
-        partial.forget()
-        raise NetworkError("the checkpoint that came from the others does not match its hash; trying again")
-
-
-async def _fetch_from(
-    exchange: Exchange, peer: str, address: str, step: int, queue: deque[int], offer: Offer, file: int, partial: Partial
-) -> None:  # fmt: skip
-    """Take chunks from one giver until there are none left, or it fails again and again; what it did not give goes back to the others."""
-    failures, pause = 0, Pause()
-    while queue and failures < TRIES:
-        chunk = queue.popleft()
-        size, body = min(CHUNK, offer.size - chunk * CHUNK), b""
-        try:
-            path = f"/v1/{exchange.run}/checkpoints/{step}/{chunk}"
-            answer = await exchange.peers.get_once(peer, address, path, size, "state")
-            if len(answer.body) == size and chunk_digest(answer.body).hex() == answer.digest:
-                body = answer.body
-            else:
-                log.warning("%s at %s sent a damaged chunk of its checkpoint", peer, address)
-        except (*ERRORS, TooEarly) as error:
-            exchange.peers.failed(peer, address, error)
-        finally:
-            if not body:
-                queue.append(chunk)
-        if not body:
-            failures += 1
-            await pause.wait()
-            continue
-        failures, pause = 0, Pause()
-        await asyncio.to_thread(partial.write, file, chunk, body)
-        partial.held.add(chunk)
-        if len(partial.held) % NOTED == 0:
-            partial.note()
+async def _hashes_of(path: Path, size: int) -> bytes:
+    return b"".join([chunk_digest(await asyncio.to_thread(_read_chunk, path, n)) for n in range(-(-size // CHUNK))])

@@ -70,5 +70,10 @@ class Task:
 
     def result_limit(self, codec: Codec) -> int:
         """Largest encoding of a chunk of the average, in bytes."""
-        size = codec.encoded_size(self.record.chunk)
-        return len(self.participants) * (4 + size) if codec.gathers else size
+        return largest_result(codec, self.record.chunk, len(self.participants))
+
+
+def largest_result(codec: Codec, chunk: int, participants: int) -> int:
+    """Bytes of the largest encoding of `chunk` values of an average: of the contributions of so many, where the codec gathers them."""
+    size = codec.encoded_size(chunk)
+    return participants * (4 + size) if codec.gathers else size

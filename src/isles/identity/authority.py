@@ -1,7 +1,7 @@
 """The run's authority: held by the organiser, needed to invite and for nothing else.
 
 It signs two kinds of papers for every cluster: a certificate, by which agents know each other, and a token for the store, which lets the
-cluster write its own records and those that are guarded by compare-and-set, and no others.
+cluster write its own records and those that all write by compare-and-set (the store does not hold it to that), and no others.
 """
 
 from __future__ import annotations

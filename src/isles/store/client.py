@@ -31,9 +31,10 @@ log = logging.getLogger("isles.store")
 
 DEADLINE = 3.0  # seconds for an operation
 REREAD = 15.0  # seconds between two readings of everything
-MAX_VALUE = 1 << 20
+MAX_VALUE = 1 << 20  # bytes of a record
 HANG_UPS = 3  # a server that lets somebody not in may hang up before its reason was read; asked again it is
 CONFLICTS = (10071, 10164)  # JetStream: another write of this key was first
+EXISTS = 10058  # a stream of this name with other settings
 _FAILURES = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
 
 
@@ -115,17 +116,19 @@ class Store:
             await self._client.close()
 
     async def create_bucket(self, replicas: int = 1) -> None:
-        """Make the bucket if there is none. Raises NetworkError."""
+        """Make the bucket, or give one that is there these settings. Raises NetworkError."""
         config = StreamConfig(
             name=f"KV_{BUCKET}", subjects=[f"$KV.{BUCKET}.>"], max_msgs_per_subject=1, max_msg_size=MAX_VALUE + 1024,
             storage=StorageType.FILE, num_replicas=replicas, allow_rollup_hdrs=False, deny_delete=True, deny_purge=True, allow_direct=False,
             discard=DiscardPolicy.NEW, retention=RetentionPolicy.LIMITS, duplicate_window=0,
         )  # fmt: skip
         try:
-            await self._js.add_stream(config)
-        except nats.js.errors.BadRequestError as error:
-            if error.err_code != 10058:  # it exists, made with other settings
-                raise self._failure("making the run's record", error) from error
+            try:
+                await self._js.add_stream(config)
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != EXISTS:
+                    raise
+                await self._js.update_stream(config)
         except _FAILURES as error:
             raise self._failure("making the run's record", error) from error
 

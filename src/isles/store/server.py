@@ -2,7 +2,8 @@
 
 The same engine and the same configuration serve one embedded member and three or five on different machines. Every write reaches the
 disk before it is acknowledged (`sync_interval: always`), clients and members show certificates of the run, and who may write what
-stands in the tokens that the run's authority signed: the server is told nothing secret but its own key.
+stands in the tokens that the run's authority signed: the server is told nothing secret but its own key, and in a store of several what members
+show each other.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from pathlib import Path
 from isles.errors import NetworkError, UsageError
 from isles.files import write_whole
 from isles.identity import Authority, Certified, StoreTrust
+from isles.store.client import MAX_VALUE
 
 log = logging.getLogger("isles.store")
 
-MAX_VALUE = 1 << 20  # bytes of a record
 RESTARTS, WINDOW = 5, 300.0  # restarts within so many seconds; more is a mistake that restarting does not mend
 PATIENCE = 20.0  # seconds for a server to answer after its start
 
@@ -39,8 +40,10 @@ class StorePapers:
     run: str
     trust: StoreTrust
     authority: str  # the run's certificate, PEM
-    certified: Certified
-    secret: str  # by which members know each other: every cluster holds a certificate of the run, so that is not enough
+    certified: Certified = field(repr=False)
+    secret: str = field(
+        repr=False
+    )  # by which members know each other: every cluster holds a certificate of the run, so that is not enough
 
     @classmethod
     def issue(cls, authority: Authority, name: str, addresses: Sequence[str]) -> StorePapers:

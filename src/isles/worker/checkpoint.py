@@ -33,6 +33,15 @@ FORMAT = 1
 _BEFORE = ".before"  # after the name of a checkpoint that another of the same step takes the place of
 _FOLDER = re.compile(rf"^step-(\d{{9}})(?:{re.escape(_BEFORE)})?$")
 _TEMPORARY = ".writing-"
+_DAMAGED = "damaged-"
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint of this run that is not as it was written. what: without the hint for a person who resumes by hand."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(what + instead)
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,8 @@ class CheckpointStore:
                 final.rename(before)
             temporary.rename(final)
             sync(self.folder)
-            shutil.rmtree(before, ignore_errors=True)
+            for folder in (before, *self.folder.glob(f"{_DAMAGED}*")):
+                shutil.rmtree(folder, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -131,6 +141,21 @@ class CheckpointStore:
                 state = json.loads(path.read_text())
         return Checkpoint(step, state, tensors)
 
+    def set_aside(self, step: int) -> Path:
+        """Count a damaged checkpoint no more: it is offered to nobody and takes no sound one's place. It goes with the next that is saved.
+
+        Raises CheckpointError."""
+        folder = self.path(step)
+        aside = self.folder / f"{_DAMAGED}{folder.name}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} is damaged and cannot be moved away ({error.strerror}); remove it, and start again"
+            ) from error
+        return aside
+
     def describe(self, step: int) -> Description:
         """What a checkpoint says of itself, without reading its tensors. Raises CheckpointError."""
         folder = self.path(step)
@@ -147,9 +172,9 @@ class CheckpointStore:
             version, run, files = manifest["format"], manifest["run"], manifest["files"]
             whole = all(isinstance(f["bytes"], int) and isinstance(f["blake3"], str) for f in files.values())
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing{self._instead(folder, steps)}") from error
+            raise DamagedError(f"{path} is missing", self._instead(folder, steps)) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}){self._instead(folder, steps)}") from error
+            raise DamagedError(f"{path} cannot be read ({error})", self._instead(folder, steps)) from error
         if version != FORMAT:
             raise CheckpointError(
                 f"{path} is of format {version}, this isles reads format {FORMAT}; use the isles that wrote it"
@@ -159,7 +184,7 @@ class CheckpointStore:
                 f"{path} belongs to another run: its spec, data or model differ from the one given; resume with the run.toml it was started with, or choose another --out"
             )
         if not whole:
-            raise CheckpointError(f"{path} lists files without size and hash{self._instead(folder, steps)}")
+            raise DamagedError(f"{path} lists files without size and hash", self._instead(folder, steps))
         return manifest
 
     def _verify(self, path: Path, expected: Mapping[str, Any], steps: list[int]) -> None:
@@ -173,7 +198,7 @@ class CheckpointStore:
         except OSError as error:
             damage = f"cannot be read ({error})"
         if damage:
-            raise CheckpointError(f"{path} {damage}{self._instead(path.parent, steps)}")
+            raise DamagedError(f"{path} {damage}", self._instead(path.parent, steps))
 
     def _instead(self, folder: Path, steps: list[int]) -> str:
         """What a person can do about a damaged checkpoint."""
