@@ -35,6 +35,7 @@ class Givers:
         self.peers: dict[str, str] = {}
         self.kept: dict[str, list[tuple[Offer, Path]]] = {}
         self.asked: dict[str, int] = {}
+        self.states: dict[str, StateServer] = {}
         self.fails_after: dict[str, int] = {}
 
     async def start(self, name: str, rounds: list[int]) -> None:
@@ -49,7 +50,7 @@ class Givers:
             self.asked[name] = self.asked.get(name, 0) + 1
             return [] if self.asked[name] > self.fails_after.get(name, 1 << 30) else self.kept[name]
 
-        StateServer(made.server, lambda _: [], checkpoints)
+        self.states[name] = StateServer(made.server, lambda _: [], checkpoints)
         self.peers[name] = f"127.0.0.1:{await made.start('127.0.0.1', 0)}"
 
     def keep(self, name: str, rounds: list[int]) -> None:
@@ -102,8 +103,12 @@ def test_a_transfer_that_was_cut_goes_on_with_the_chunks_that_are_missing(
             assert len(Partial(made.path).held) == 4
             assert await made.join("b") == 3  # which has a newer one too
             assert made.asked["b"] == 2 + len(DATA[3]) // CHUNK + 1 - 4
+            assert made.states["a"].wanted() == made.states["b"].wanted() == [30]
             Partial(made.path).forget()
             assert await made.join("b") == 7
+            assert made.states["b"].wanted() == [30, 70]
+            monkeypatch.setattr(state, "HOLD", 0.0)
+            assert made.states["b"].wanted() == []
 
     run(play, monkeypatch)
 

@@ -353,6 +353,17 @@ def test_a_description_whose_chunks_are_too_large_is_not_believed(tmp_path: Path
     run(play)
 
 
+def test_the_weights_of_a_bundle_are_those_that_its_giver_names_where_the_record_of_the_round_is_gone(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "abc", "topk") as made:
+            digest = await made.all(made.record("ab"))
+            peers = {n: made.peers[n] for n in "ab"}
+            await made.at["c"].fetch_result(0, 1, digest, start=0, size=SIZE, peers=peers, weights=None)
+            assert np.array_equal(made.values("c", digest), made.expected("ab"))
+
+    run(play)
+
+
 def test_a_kept_average_that_the_disk_altered_is_not_used(tmp_path: Path) -> None:
     async def play() -> None:
         async with islands(tmp_path, "a") as made:

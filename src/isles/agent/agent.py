@@ -26,6 +26,7 @@ from isles.agent.guests import Guests
 from isles.agent.membership import Membership
 from isles.agent.restore import Restored
 from isles.agent.samples import Samples
+from isles.agent.saving import Saving
 from isles.agent.supervisor import Supervisor
 from isles.agent.tasks import end
 from isles.agent.workers import WorkerLink
@@ -43,7 +44,6 @@ log = logging.getLogger("isles.agent")
 TICK = 0.25  # seconds between looks at what only time changes
 LINGER = 30.0  # seconds that a finished cluster stays for those that are still fetching
 SPOILS = 3  # contributions in a row that are not finite, after which the cluster gives up
-ROUNDS = 8  # of a fragment, after which the outer state is saved at the latest
 SAVING = 600.0  # seconds in which workers save at the run's end before they are made to end
 GRACE = 10.0  # seconds that workers have to save, of the 30 that a container gives
 
@@ -65,7 +65,11 @@ class Agent:
             server_ssl=server_context(invite.authority, invite.certified), client_ssl=client_context(invite.authority, invite.certified),
             peer_name=peer_name, max_upload=settings.max_upload,
         )  # fmt: skip
-        StateServer(self.exchange.server, lambda fragment: rounds_of(self, fragment), lambda: offers_of(self))
+        states = StateServer(self.exchange.server, lambda fragment: rounds_of(self, fragment), lambda: offers_of(self))
+        self._saving = Saving(
+            self.state, restored.checkpoints, self.journal, self.exchange, every=self.spec.checkpoint.every or 0, step=restored.step,
+            wanted=states.wanted,
+        )  # fmt: skip
         self.guests = self._make_guests() if settings.ranks == 0 else None
         self.supervisor: Supervisor | Guests = self._make_supervisor() if self.guests is None else self.guests
         self.link = WorkerLink(folder.path, alive=lambda: bool(self.supervisor.pids))
@@ -94,8 +98,6 @@ class Agent:
         self.finished = self._done = self._leaving = False  # _done: there is nothing left to train
         self.membership = Membership(self, before=str(folder.read_status().get("incarnation", "")))
         self._spoils = 0  # contributions in a row that were not finite
-        self._checkpointed = restored.step
-        self._kept_from = [f.applied for f in restored.state.fragments]  # rounds in the checkpoint before the newest
         self._metrics = folder.metrics.open("ab", buffering=0)
 
         # whether the global parameters are still those of this cluster's own script, which may not be those that the run began with
@@ -322,32 +324,14 @@ class Agent:
             await self.samples.count(seen.record)
         last = self.journal.last(index)
         self._spoils = 0 if last is not None and last.landed else self._spoils
-        every = self.spec.checkpoint.every
-        step = int(self.status["step"])
-        rounds = number - self._kept_from[index]
-        if (every and step - self._checkpointed >= every) or rounds >= ROUNDS:
+        if self._saving.due(index, number, int(self.status["step"])):
             async with self.lock:
                 await self.checkpoint()
         log.debug("fragment %d: round %d is done", index, number)
 
     async def checkpoint(self) -> None:
-        """Save the outer state; the lock must be held. Old averages go with the oldest checkpoint's rounds."""
-        applied = [f.applied for f in self.state.fragments]
-        step = max(int(self.status["step"]), self._checkpointed)
-        tensors = {"global": self.state.tensors()}
-        if (residual := self.state.residual_before()) is not None:
-            import torch
-
-            tensors["residual"] = {"residual": torch.from_numpy(residual)}
-        state = {"applied": applied, "digests": [f.digest for f in self.state.fragments]}
-        await asyncio.to_thread(self.restored.checkpoints.save, step, state, tensors)
-        self._checkpointed = step
-        self.journal.trim([min(a, b) for a, b in zip(self._kept_from, applied, strict=True)])
-        for index, number in enumerate(self._kept_from):
-            self.exchange.forget(
-                index, number
-            )  # what lies between the last two checkpoints stays, for those who missed a few rounds
-        self._kept_from = applied
+        """Save the outer state; the lock must be held."""
+        await self._saving.save(int(self.status["step"]))
 
     async def _catch_up(self, index: int, renew: bool) -> None:
         async with self._catching:  # a checkpoint brings all fragments up at once

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from isles.errors import CheckpointError, NetworkError
 from isles.exchange.joining import fetch_checkpoint, fetch_rounds
 from isles.exchange.partial import Partial
-from isles.exchange.state import Offer
+from isles.exchange.state import TENSORS, Offer
 from isles.protocol import Phase, RoundRecord
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def offers_of(agent: Agent) -> list[tuple[Offer, Path]]:
             record = store.describe(step)
         except CheckpointError:
             continue
-        file = record.files["global.safetensors"]
+        file = record.files[TENSORS]
         applied = tuple(int(n) for n in record.state["applied"])
         offer = Offer(step, applied, int(file["bytes"]), str(file["blake3"]))
-        offers.append((offer, store.path(step) / "global.safetensors"))
+        offers.append((offer, store.path(step) / TENSORS))
     return offers
 
 
@@ -94,9 +94,9 @@ async def _by_rounds(agent: Agent, index: int, peers: dict[str, str]) -> bool:
         driver.prepared = None
     start, stop = agent.state.layout.fragments[index]
     for number in wanted:
-        if agent.restored.codec.gathers:
-            return False  # the weights of a bundle are in its round's record, which is gone
-        await agent.exchange.fetch_result(index, number, known[number], start=start, size=stop - start, peers=peers)
+        await agent.exchange.fetch_result(
+            index, number, known[number], start=start, size=stop - start, peers=peers, weights=None
+        )
         await driver.apply(number, known[number], contributed=False)
     log.info("fragment %d: caught up to round %d", index, target)
     return True
@@ -122,6 +122,7 @@ async def _by_checkpoint(agent: Agent, peers: dict[str, str]) -> None:
     async with agent.lock:
         tensors = await asyncio.to_thread(load_file, path)
         await asyncio.to_thread(agent.state.load, tensors, list(offer.applied))
+        agent.state.drop_residual()
         for index, driver in enumerate(agent.drivers):
             agent.journal.fragments[index].applied = []
             driver.prepared = None  # what was handed off is in the shared file, measured from parameters that are gone

@@ -313,9 +313,11 @@ class FragmentDriver:
             if name != self.cluster and seen.record.address and self._has(seen.record.rounds, number, name, round_)
         }
         members = round_.participants if round_.number == number else round_.before
-        weights = contribution_weights(self.table, [p.tokens for p in members]) if self.codec.gathers else []
+        weights: tuple[float, ...] | None = ()
+        if self.codec.gathers:  # a record that was made anew does not name who was before
+            weights = tuple(contribution_weights(self.table, [p.tokens for p in members])) if members else None
         await self.exchange.fetch_result(
-            self.index, number, digest, start=self.start, size=self.stop - self.start, peers=peers, weights=tuple(weights)
+            self.index, number, digest, start=self.start, size=self.stop - self.start, peers=peers, weights=weights
         )
 
     def _has(self, rounds: tuple[int, ...], number: int, name: str, record: RoundRecord) -> bool:

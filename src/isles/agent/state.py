@@ -82,6 +82,12 @@ class OuterState:
         if kept is not None and not landed and self.residual is not None:
             self.residual[slice(*self.layout.fragments[fragment])] = kept
 
+    def drop_residual(self) -> None:
+        """Other parameters were taken over: nobody knows any more which rounds what is left out belongs to. It is lost, and nothing goes twice."""
+        self._aside.clear()
+        if self.residual is not None:
+            self.residual[:] = 0
+
     def residual_before(self) -> Floats | None:
         """The residual without what is being encoded, fp32, shape [layout.total]."""
         if self.residual is None or not self._aside:

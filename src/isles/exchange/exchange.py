@@ -303,14 +303,16 @@ class Exchange:
 
     async def fetch_result(
         self, fragment: int, number: int, digest: str, *, start: int, size: int, peers: Mapping[str, str | None],
-        weights: tuple[float, ...] = (),
+        weights: tuple[float, ...] | None = (),
     ) -> None:  # fmt: skip
         """Get a committed average from whoever holds it, from several at once; goes on where an earlier call was cut.
 
-        start, size: of the fragment; weights: of the contributions, for codecs that gather. Raises NetworkError when nobody gives it."""
+        start, size: of the fragment; weights: of the contributions, for codecs that gather; None: as who gives it says (the round's record is
+        gone). Raises NetworkError when nobody gives it."""
         path = f"/v1/{self.run}/{fragment}/{number}/results/{digest}"
         reachable = addresses(peers, self.me)
-        manifest = await self._manifest(path, reachable, size, digest, len(weights))
+        manifest = await self._manifest(path, reachable, size, digest, weights)
+        weights = manifest.weights if weights is None else weights
         key = (fragment, number, digest)
         spool = self._fetched.get(key)
         if spool is None:
@@ -327,14 +329,17 @@ class Exchange:
         self.averages.add(spool, fragment, number, manifest.chunk, size, weights)
         self._fetched.pop(key, None)
 
-    async def _manifest(self, path: str, peers: Mapping[str, str], size: int, digest: str, parts: int) -> Manifest:
-        """The description of an average, from the first who gives one that can be true. parts: contributions in a chunk, for codecs that gather."""
+    async def _manifest(
+        self, path: str, peers: Mapping[str, str], size: int, digest: str, weights: tuple[float, ...] | None
+    ) -> Manifest:  # fmt: skip
+        """The description of an average, from the first who gives one that can be true."""
         for name, address in peers.items():
             try:
                 answer = await self.peers.get_once(name, address, path, MAX_MANIFEST, "results")
                 manifest = Manifest.from_json(answer.body)
             except (*ERRORS, TooEarly, CheckpointError):
                 continue
+            parts = len(manifest.weights if weights is None else weights)
             most = largest_result(self._codec, manifest.chunk, parts)  # the digest does not cover the sizes
             if manifest.digest == digest and manifest.size == size and max(manifest.sizes) <= most:
                 return manifest

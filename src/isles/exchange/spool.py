@@ -132,6 +132,8 @@ class Manifest:
                 or whole_digest([bytes.fromhex(d) for d in made.digests]) != made.digest
             ):
                 raise ValueError("its chunks are not what it says")
+            if not all(0 <= w <= 1 for w in made.weights):
+                raise ValueError("its weights are none")
         except MALFORMED as error:
             raise CheckpointError(f"the description of an average is damaged ({error}); it is fetched again") from error
         return made
@@ -249,6 +251,10 @@ class Averages:
     def held(self, fragment: int) -> list[tuple[int, str]]:
         """(round, digest) of every average of a fragment, by round."""
         return sorted((number, digest) for f, number, digest in list(self._held) if f == fragment)  # threads add
+
+    def size_since(self, fragment: int, number: int) -> int:
+        """Bytes of the averages of a fragment's later rounds."""
+        return sum(sum(a.manifest.sizes) for (f, n, _), a in list(self._held.items()) if f == fragment and n > number)
 
     def forget(self, fragment: int, before: int) -> None:
         """Delete the averages of earlier rounds."""

@@ -9,6 +9,7 @@ GET /v1/RUN/checkpoints/STEP/CHUNK      a chunk of such a file
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from isles.exchange.spool import chunk_digest
 
 CHUNK = 4 << 20  # bytes
 HASH = 32  # bytes
+TENSORS = "global.safetensors"  # of a checkpoint, with the same bits on every cluster
+HOLD = 600.0  # seconds for which a checkpoint counts as wanted after a part of it was asked for
 MAX_OFFERS = 64  # of one cluster
 KEPT = 4  # lists of hashes
 
@@ -56,12 +59,19 @@ class StateServer:
     ) -> None:  # fmt: skip
         self._server, self._rounds, self._checkpoints = server, rounds, checkpoints
         self._hashes: dict[str, asyncio.Task[bytes]] = {}  # by the digest of the file
+        self._asked: dict[int, float] = {}  # when a part of the checkpoint of a step was last asked for
         server.routes += [
             web.get(r"/v1/{run}/{fragment:\d+}/rounds", self._answer_rounds),
             web.get(r"/v1/{run}/checkpoints", self._answer_offers),
             web.get(r"/v1/{run}/checkpoints/{step:\d+}/hashes", self._answer_hashes),
             web.get(r"/v1/{run}/checkpoints/{step:\d+}/{chunk:\d+}", self._answer_chunk),
         ]
+
+    def wanted(self) -> list[int]:
+        """The steps of the checkpoints that others are fetching, or have fetched not long ago."""
+        now = time.monotonic()
+        self._asked = {step: at for step, at in self._asked.items() if now - at < HOLD}
+        return sorted(self._asked)
 
     async def _answer_rounds(self, request: web.Request) -> web.StreamResponse:
         self._server.name_of(request)
@@ -76,6 +86,7 @@ class StateServer:
         step = int(request.match_info["step"][:18])
         for offer, path in self._checkpoints():
             if offer.step == step:
+                self._asked[step] = time.monotonic()
                 making = self._hashes.get(offer.digest)
                 if making is None:  # the file is read once, however many ask
                     making = self._hashes[offer.digest] = asyncio.create_task(_hashes_of(path, offer.size))
@@ -96,6 +107,7 @@ class StateServer:
         step, chunk = int(request.match_info["step"][:18]), int(request.match_info["chunk"][:9])
         for offer, path in self._checkpoints():
             if offer.step == step and chunk * CHUNK < offer.size:
+                self._asked[step] = time.monotonic()
                 try:
                     body = await asyncio.to_thread(_read_chunk, path, chunk)
                 except OSError:

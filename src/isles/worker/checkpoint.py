@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,11 @@ class CheckpointStore:
         final = self.folder / f"step-{step:09d}"
         return final, final.with_name(final.name + _BEFORE)
 
-    def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
-        """Write a checkpoint durably, then drop the oldest beyond `keep`. Raises CheckpointError when the disk refuses."""
+    def save(
+        self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, torch.Tensor]], *, spare: Container[int] = ()
+    ) -> Path:  # fmt: skip
+        """Write a checkpoint durably, then drop the oldest beyond `keep`, but for those of the steps in `spare`. Raises CheckpointError when
+        the disk refuses."""
         temporary = self.folder / f"{_TEMPORARY}{step:09d}-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +117,7 @@ class CheckpointStore:
                 f"checkpoint of step {step} could not be written to {self.folder}: {error}; earlier ones are untouched, free some space and resume"
             ) from error
         for old in self.steps()[: -self.keep]:
-            for folder in self._folders(old):
+            for folder in self._folders(old) if old not in spare else ():
                 shutil.rmtree(folder, ignore_errors=True)
         return final
 
