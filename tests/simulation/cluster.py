@@ -35,8 +35,8 @@ from isles.protocol import (
     WriteDone,
     WriteReady,
     after_applying,
-    after_catching_up,
     decide,
+    given_up,
     pack,
 )  # fmt: skip
 
@@ -45,6 +45,11 @@ NO_PROGRESS = 4.0  # seconds without progress after which a peer is blamed
 
 def digest_of(*parts: object) -> str:
     return sha256(repr(parts).encode()).hexdigest()
+
+
+def moved_on(prepared: ReadyRecord | None, exposed: int, applied: int, base: str) -> ReadyRecord | None:
+    """A frozen contribution after rounds were skipped."""
+    return None if prepared is None or given_up(prepared, exposed) else replace(prepared, round=applied + 1, base=base)
 
 
 @dataclass
@@ -398,7 +403,7 @@ class SimCluster:
         self.state = State.JOINING if self.state is State.ACTIVE else self.state
         if base is not None and x.applied == 0:
             x.base = digest_of("initial", f)  # as the spec says; nobody is needed for that
-            x.prepared = after_catching_up(x.prepared, 0, 0, x.base)
+            x.prepared = moved_on(x.prepared, 0, 0, x.base)
         x.fetching, boot = True, self.boot
         for peer in self._helpers():
             self._ask(
@@ -413,7 +418,7 @@ class SimCluster:
             return
         x.applied, x.base = state
         x.attempt = x.record = None
-        before, x.prepared = x.prepared, after_catching_up(x.prepared, x.exposed, x.applied, x.base)
+        before, x.prepared = x.prepared, moved_on(x.prepared, x.exposed, x.applied, x.base)
         if before is not None and x.prepared is None:
             self.observer.given_up(x.progress)
         x.trained_since = self.world.now

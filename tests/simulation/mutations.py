@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from tests.simulation import cluster as simulated
@@ -60,11 +59,7 @@ def _nobody_is_ever_lost() -> list[Patch]:
 
 def _exposed_and_kept() -> list[Patch]:
     """A cluster that skipped rounds contributes again what may have been averaged already."""
-
-    def after(prepared: ReadyRecord | None, exposed: int, applied: int, base: str) -> ReadyRecord | None:  # noqa: ARG001
-        return None if prepared is None else replace(prepared, round=applied + 1, base=base)
-
-    return [(simulated, "after_catching_up", after)]
+    return [(simulated, "given_up", lambda prepared, exposed: False)]  # noqa: ARG005
 
 
 def _late_progress_lost() -> list[Patch]:

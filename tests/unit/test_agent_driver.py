@@ -16,11 +16,12 @@ from isles.agent import driver as module
 from isles.agent.driver import FragmentDriver
 from isles.agent.journal import Journal
 from isles.codec import get_codec
-from isles.errors import CheckpointError, DiskError
+from isles.errors import CheckpointError, DiskError, NetworkError
 from isles.exchange.spool import Averages
 from isles.protocol import Board, Participant, Phase, ReadyRecord, RoundRecord, Rules
 from isles.protocol.parts import plan_parts
 from isles.spec import CodecTable, OuterTable
+from isles.worker.link import Flight
 
 
 class Disk:
@@ -124,6 +125,37 @@ def test_workers_hear_of_a_round_whose_journal_the_disk_refused_at_first(
 
     run(play)
     assert not refusals and caplog.text.count("the journal cannot be written") == 1
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_progress_that_was_being_moved_when_the_agent_was_killed_is_not_moved_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    async def play() -> None:
+        averages, digest = an_average(tmp_path, 1)
+        driver = driver_of(tmp_path, averages)
+        if killed:
+            monkeypatch.setattr(driver.journal, "applied", kill)
+            with pytest.raises(Killed):
+                await driver.apply(1, digest, False)
+        else:
+            await driver.apply(1, digest, False)
+        again = driver_of(tmp_path, averages)
+        again.state.fragments[0].applied = 0 if killed else 1
+        flight = Flight(1, 10, ())
+        if killed:
+            with pytest.raises(NetworkError, match="was being moved"):
+                again.found(flight, 0, released=False)
+        else:
+            assert again.found(flight, 1, released=False) is None
+
+    run(play)
 
 
 def test_an_attempt_that_the_disk_ended_is_begun_again(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from isles.protocol import (
     WriteDone,
     WriteReady,
     after_applying,
-    after_catching_up,
     decide,
+    given_up,
 )  # fmt: skip
 
 READY = ReadyRecord(1, incarnation("a"), BASE, tokens=5, step=10, seconds=10.0)
@@ -193,5 +193,5 @@ def test_contributions_are_carried_over_once() -> None:
     assert after_applying(READY, 1, OTHER) == replace(READY, round=2, base=OTHER)
     assert after_applying(replace(READY, round=2), 1, OTHER) == replace(READY, round=2)
     assert after_applying(None, 1, OTHER) is None
-    assert after_catching_up(READY, exposed=0, applied=4, base=OTHER) == replace(READY, round=5, base=OTHER)
-    assert after_catching_up(READY, exposed=1, applied=4, base=OTHER) is None
+    assert not given_up(READY, exposed=0) and not given_up(None, exposed=1)
+    assert given_up(READY, exposed=1)

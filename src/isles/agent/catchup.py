@@ -18,7 +18,7 @@ from isles.errors import CheckpointError, NetworkError
 from isles.exchange.joining import fetch_checkpoint, fetch_rounds
 from isles.exchange.partial import Partial
 from isles.exchange.state import TENSORS, Offer
-from isles.protocol import Phase, RoundRecord
+from isles.protocol import Phase, RoundRecord, given_up
 
 if TYPE_CHECKING:
     from isles.agent.agent import Agent
@@ -88,8 +88,7 @@ async def _by_rounds(agent: Agent, index: int, peers: dict[str, str]) -> bool:
     wanted = range(driver.applied + 1, target + 1)
     if not all(number in known for number in wanted):
         return False
-    exposed = agent.journal.fragments[index].exposed
-    if driver.prepared is not None and driver.prepared.round <= exposed:
+    if given_up(driver.prepared, agent.journal.fragments[index].exposed):
         await agent.begin_anew("a contribution of ours may be in a round that was missed")
         driver.prepared = None
     start, stop = agent.state.layout.fragments[index]

@@ -153,6 +153,8 @@ class FragmentDriver:
 
         Returns the (late, landed) of a merge that they missed, or None. Raises NetworkError when they cannot be brought up to date."""
         last = self.journal.last(self.index)
+        if self.journal.fragments[self.index].moving == self.applied + 1:
+            raise NetworkError(f"the workers' progress in fragment {self.index} was being moved when the agent was killed")
         missed = self.applied - merged
         if missed > 1 or missed < 0 or (missed == 1 and last is None):
             raise NetworkError(f"the workers stand at round {merged} of fragment {self.index}, the cluster at {self.applied}")
@@ -333,6 +335,8 @@ class FragmentDriver:
         async with self._lock:
             told = await self.workers.release(self.index) if late else True
             shift = not landed and self.prepared is not None
+            if shift:
+                await self._insist(lambda: asyncio.to_thread(self.journal.moves, self.index, number))
             await asyncio.gather(
                 asyncio.to_thread(self.state.apply, self.index, number, result, shift=shift),
                 self._insist(lambda: asyncio.to_thread(result.spool.sync)),

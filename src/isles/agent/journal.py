@@ -30,11 +30,13 @@ class Applied:
 
 @dataclass
 class FragmentJournal:
-    """applied: rising, without gaps. exposed: last round in whose exchange this cluster took part, and as which process."""
+    """applied: rising, without gaps. exposed: last round in whose exchange this cluster took part, and as which process. moving: last round
+    with which a contribution that is not in it was moved along."""
 
     applied: list[Applied] = field(default_factory=list)
     exposed: int = 0
     incarnation: str = ""
+    moving: int = 0
 
 
 class Journal:
@@ -60,11 +62,17 @@ class Journal:
         for fragment, row in zip(self.fragments, record["fragments"], strict=True):
             fragment.applied = [Applied(int(n), str(d), bool(landed)) for n, d, landed in row["applied"]]
             fragment.exposed, fragment.incarnation = int(row["exposed"]), str(row["incarnation"])
+            fragment.moving = int(row.get("moving", 0))
 
     def save(self) -> None:
         """Raises DiskError."""
         rows = [
-            {"applied": [[a.number, a.digest, a.landed] for a in f.applied], "exposed": f.exposed, "incarnation": f.incarnation}
+            {
+                "applied": [[a.number, a.digest, a.landed] for a in f.applied],
+                "exposed": f.exposed,
+                "incarnation": f.incarnation,
+                "moving": f.moving,
+            }  # fmt: skip
             for f in self.fragments
         ]
         try:
@@ -87,6 +95,11 @@ class Journal:
         if (row.exposed, row.incarnation) != (number, incarnation):
             row.exposed, row.incarnation = number, incarnation
             self.save()
+
+    def moves(self, fragment: int, number: int) -> None:
+        """What the workers handed off is about to be moved along with a round, which a kill may leave half done. Raises DiskError."""
+        self.fragments[fragment].moving = number
+        self.save()
 
     def claimed(self, number: int) -> None:
         """Claim `number` goes to the workers. Raises DiskError."""

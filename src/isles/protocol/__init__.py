@@ -20,8 +20,8 @@ from isles.protocol.cluster import (
     WriteDone,
     WriteReady,
     after_applying,
-    after_catching_up,
     decide,
+    given_up,
 )
 from isles.protocol.records import (
     DoneRecord,
@@ -67,9 +67,9 @@ __all__ = [
     "WriteDone",
     "WriteReady",
     "after_applying",
-    "after_catching_up",
     "decide",
     "first_round",
+    "given_up",
     "next_round",
     "pack",
     "parse",

@@ -197,10 +197,8 @@ def after_applying(prepared: ReadyRecord | None, applied: int, base: str) -> Rea
     return replace(prepared, round=applied + 1, base=base)
 
 
-def after_catching_up(prepared: ReadyRecord | None, exposed: int, applied: int, base: str) -> ReadyRecord | None:
-    """A frozen contribution after rounds were skipped. exposed: the last round in whose exchange this cluster took part.
+def given_up(prepared: ReadyRecord | None, exposed: int) -> bool:
+    """Whether a frozen contribution is lost when rounds are skipped. exposed: the last round in whose exchange this cluster took part.
 
-    One that was exposed may be in an average that this cluster has not seen apart: it is given up, for it must never be counted twice."""
-    if prepared is None or prepared.round <= exposed:
-        return None
-    return replace(prepared, round=applied + 1, base=base)
+    One that was exposed may be in an average that this cluster has not seen apart: it must never be counted twice."""
+    return prepared is not None and prepared.round <= exposed
