@@ -66,15 +66,10 @@ class Journal:
 
     def save(self) -> None:
         """Raises DiskError."""
-        rows = [
-            {
-                "applied": [[a.number, a.digest, a.landed] for a in f.applied],
-                "exposed": f.exposed,
-                "incarnation": f.incarnation,
-                "moving": f.moving,
-            }  # fmt: skip
-            for f in self.fragments
-        ]
+        rows = []
+        for f in self.fragments:
+            applied = [[a.number, a.digest, a.landed] for a in f.applied]
+            rows.append({"applied": applied, "exposed": f.exposed, "incarnation": f.incarnation, "moving": f.moving})
         try:
             write_whole(self.path, json.dumps({"taken": self.taken, "fragments": rows}).encode(), mode=0o600)
         except OSError as error:
