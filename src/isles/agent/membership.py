@@ -64,12 +64,17 @@ class Membership:
         address = None if self._agent.settings.outbound_only or self._hidden_since is not None else self._agent.address
         record = MemberRecord(
             self._agent.invite.cluster, self._agent.incarnation, self._agent.member, address, beat=self._beats, step=int(self._agent.status["step"]),
-            rounds=tuple(f.applied for f in self._agent.state.fragments), up=int(self._agent.settings.max_upload or 0),
+            rounds=tuple(f.applied for f in self._agent.state.fragments), up=self._up(), down=self._agent.exchange.speed.down.speed,
         )  # fmt: skip
         with contextlib.suppress(NetworkError):
             await self._agent.store.put(f"members.{self._agent.invite.cluster}", pack(record))
             if self._beats % FIGURES == 0 or self._agent.member is State.LEAVING:
                 await self._agent.store.put(f"figures.{self._agent.invite.cluster}", pack(self._figures()))
+
+    def _up(self) -> int:
+        """Bytes/s that the cluster can send: as its line shows, no more than its host allows; 0 when neither is known."""
+        known = [int(rate) for rate in (self._agent.exchange.speed.up.speed, self._agent.settings.max_upload) if rate]
+        return min(known, default=0)
 
     def _judge_reach(self) -> None:
         """When most others could not get on with this cluster in a round, it owns no parts for a while, as if it could not be reached."""

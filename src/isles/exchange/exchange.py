@@ -28,6 +28,7 @@ from isles.exchange.peers import ERRORS, Pause, Peers, TooEarly, addresses
 from isles.exchange.rate import Counters, RateCap, Width
 from isles.exchange.reduction import Inbox, OwnerReduction
 from isles.exchange.server import EARLY, LONG_POLL, Refused, Server
+from isles.exchange.speed import LineSpeed
 from isles.exchange.spool import Averages, Manifest, Spool, StoredAverage, chunk_digest, unbundle
 from isles.exchange.task import Contribution, Task, largest_result
 from isles.spec import OuterTable
@@ -72,8 +73,10 @@ class Exchange:
         self.averages = Averages(folder / "averages")
         for inbox in folder.glob("f*-r*-c*"):  # of rounds that a kill cut off
             shutil.rmtree(inbox, ignore_errors=True)
-        self.peers = Peers(client_ssl, self.cap, self.counters)
-        self.server = Server(run, server_ssl, peer_name, self._find, self.averages, self.cap, self.counters)
+        self.speed = LineSpeed()
+        self._measuring: asyncio.Task[None] | None = None
+        self.peers = Peers(client_ssl, self.cap, self.counters, self.speed)
+        self.server = Server(run, server_ssl, peer_name, self._find, self.averages, self.cap, self.counters, self.speed)
         self._running: dict[int, Running] = {}
         self._inboxes: dict[tuple[int, int, int], Inbox] = {}  # by fragment, round, values in a chunk
         self._begun = asyncio.Condition()
@@ -84,12 +87,16 @@ class Exchange:
         """Listen; returns the port. Raises NetworkError when the address cannot be had."""
         await self.peers.start()
         try:
+            self._measuring = asyncio.create_task(self.speed.run(), name="line speed")
             return await self.server.start(host, port)
         except NetworkError:
-            await self.peers.stop()
+            await self.stop()
             raise
 
     async def stop(self) -> None:
+        if self._measuring is not None:
+            self._measuring.cancel()
+            await asyncio.gather(self._measuring, return_exceptions=True)
         await self.peers.stop()
         await self.server.stop()
 

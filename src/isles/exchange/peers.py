@@ -25,6 +25,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from isles.errors import NetworkError
 from isles.exchange.rate import Counters, Purpose, RateCap, Width, send_slices
+from isles.exchange.speed import LineSpeed
 
 log = logging.getLogger("isles.exchange")
 
@@ -89,8 +90,8 @@ class Answer:
 class Peers:
     """Requests to other clusters. Addresses may change between calls; health stays with the name."""
 
-    def __init__(self, client_ssl: ssl.SSLContext, cap: RateCap, counters: Counters) -> None:
-        self._ssl, self.cap, self.counters = client_ssl, cap, counters
+    def __init__(self, client_ssl: ssl.SSLContext, cap: RateCap, counters: Counters, speed: LineSpeed) -> None:
+        self._ssl, self.cap, self.counters, self._speed = client_ssl, cap, counters, speed
         self._health: dict[str, Health] = {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -98,9 +99,14 @@ class Peers:
         return self._health.setdefault(peer, Health())
 
     async def start(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=self._ssl, socket_factory=connected_socket)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=self._ssl, socket_factory=self._socket)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=1 << 20)
+
+    def _socket(self, info: tuple[Any, ...]) -> socket.socket:
+        made = connected_socket(info)
+        self._speed.watch(made)
+        return made
 
     async def stop(self) -> None:
         if self._session is not None:

@@ -24,6 +24,7 @@ from aiohttp import web
 from isles.errors import CodecError, IslesError, NetworkError
 from isles.exchange.peers import DIGEST, tune
 from isles.exchange.rate import Counters, RateCap, send_slices
+from isles.exchange.speed import LineSpeed
 from isles.exchange.spool import Averages, chunk_digest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,10 +58,10 @@ class Server:
 
     def __init__(
         self, run: str, server_ssl: ssl.SSLContext, peer_name: Callable[[ssl.SSLObject], str], find: Find, averages: Averages,
-        cap: RateCap, counters: Counters,
+        cap: RateCap, counters: Counters, speed: LineSpeed,
     ) -> None:  # fmt: skip
         self.run, self._ssl, self._peer_name, self._find = run, server_ssl, peer_name, find
-        self._averages, self._cap, self.counters = averages, cap, counters
+        self._averages, self._cap, self.counters, self._speed = averages, cap, counters, speed
         self._runner: web.AppRunner | None = None
         self.routes: list[web.RouteDef] = [
             web.put(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}/{chunk:\d+}", self._put),
@@ -95,6 +96,8 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Who asks, for which run; and every refusal as a sentence."""
+        if request.transport is not None:
+            self._speed.watch(request.transport)
         try:
             if request.match_info.get("run") != self.run:
                 raise Refused(404, "this is another run; ask its organiser for an invite")
