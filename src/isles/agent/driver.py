@@ -132,6 +132,7 @@ class FragmentDriver:
             seconds=round(time.monotonic() - self._trained_since, 3), ranges=flight.ranges,
         )  # fmt: skip
         self.own = True
+        self._once("warm", self._warm())
         self._wake()
 
     async def _check(self) -> None:
@@ -244,6 +245,11 @@ class FragmentDriver:
         self._once(key, write())
 
     # --- the exchange
+
+    async def _warm(self) -> None:
+        """Connect to those who may own parts of the round that is about to begin."""
+        view = self.board.view(self.index, time.monotonic())
+        await self.exchange.warm({name: seen.record.address for name, seen in view.members.items() if view.alive(name)})
 
     def _begin(self, record: RoundRecord) -> None:
         self._cease()

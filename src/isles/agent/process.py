@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +18,14 @@ from isles.errors import IslesError
 from isles.identity import Invite
 
 log = logging.getLogger("isles.agent")
+
+
+def allow_many_files() -> None:
+    """A run of many clusters takes more connections than a process may have at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 16 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 1 << 16)), hard))
 
 
 async def serve(path: Path) -> None:
@@ -43,6 +53,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m isles.agent FOLDER", file=sys.stderr)
         return 2
+    allow_many_files()
     try:
         asyncio.run(serve(Path(arguments[0])))
     except IslesError as error:

@@ -100,6 +100,10 @@ class Exchange:
         await self.peers.stop()
         await self.server.stop()
 
+    async def warm(self, peers: Mapping[str, str | None]) -> None:
+        """Have connections to these clusters ready; they are about to be needed."""
+        await self.peers.warm(addresses(peers, self.me), f"/v1/{self.run}/hello")
+
     # --- an attempt
 
     async def exchange(self, task: Task, contribution: Contribution) -> str:

@@ -30,6 +30,7 @@ from isles.exchange.speed import LineSpeed
 log = logging.getLogger("isles.exchange")
 
 PATIENCE = 8.0  # seconds without a byte before a peer is blamed that has moved nothing yet, and at least
+KEPT = 300.0  # seconds for which an idle connection stays: setting one up takes three round trips
 TIMES = 10  # and so many times as long as its chunks have taken
 DIGEST = "X-Isles-Blake3"
 ERRORS = (aiohttp.ClientError, OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ssl.SSLError)
@@ -99,7 +100,7 @@ class Peers:
         return self._health.setdefault(peer, Health())
 
     async def start(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=self._ssl, socket_factory=self._socket)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT, ssl=self._ssl, socket_factory=self._socket)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=1 << 20)
 
@@ -150,6 +151,16 @@ class Peers:
                 self.counters.down[purpose] += len(body)
                 self._done(health, health.down, began, len(body))
             return Answer(answer.status, body, answer.headers.get(DIGEST, ""))
+
+    async def warm(self, peers: Mapping[str, str], path: str) -> None:
+        """Have connections to these peers before they are needed; path: of something that costs them nothing. Whoever does not answer is left be."""
+
+        async def greet(peer: str, address: str) -> None:
+            with contextlib.suppress(*ERRORS):
+                async with asyncio.timeout(PATIENCE), self._request("GET", peer, address, path) as answer:
+                    await answer.read()
+
+        await asyncio.gather(*(greet(*peer) for peer in peers.items() for _ in range(2 * Width.FIRST)))
 
     def _request(self, method: str, peer: str, address: str, path: str, **more: Any) -> Any:
         if self._session is None:
@@ -248,8 +259,13 @@ def connected_socket(info: tuple[Any, ...]) -> socket.socket:
 
 
 def tune(made: socket.socket) -> None:
-    """No waiting for full packets; BBR where the kernel offers it, which keeps a long lossy line full where the default does not."""
+    """No waiting for full packets; BBR where the kernel offers it, which keeps a long lossy line full where the default does not. A sign of life
+    every half minute, so that no router on the way forgets an idle connection."""
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     with contextlib.suppress(OSError, AttributeError):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 

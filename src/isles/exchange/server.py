@@ -5,6 +5,7 @@
     GET /v1/RUN/FRAGMENT/ROUND/ATTEMPT/averages/CHUNK                      a chunk of the average, from its owner; 202 while it waits for somebody
     GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST                              the description of a committed average
     GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST/CHUNK                        a chunk of it, from anyone who holds it
+    GET /v1/RUN/hello                                                      nothing; the connection is there then
 
 Everything about a body is known and checked before memory is taken for it: who may send it, for which round, and its exact length. The
 name in a peer's certificate is the only identity; a cluster can only send what is its own.
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from isles.errors import CodecError, IslesError, NetworkError
-from isles.exchange.peers import DIGEST, tune
+from isles.exchange.peers import DIGEST, KEPT, tune
 from isles.exchange.rate import Counters, RateCap, send_slices
 from isles.exchange.speed import LineSpeed
 from isles.exchange.spool import Averages, chunk_digest
@@ -67,6 +68,7 @@ class Server:
             web.put(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}/{chunk:\d+}", self._put),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}", self._have),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/{attempt:\d+}/averages/{chunk:\d+}", self._average),
+            web.get(r"/v1/{run}/hello", self._hello),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/results/{digest}", self._manifest),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/results/{digest}/{chunk:\d+}", self._result),
         ]
@@ -75,7 +77,7 @@ class Server:
         """Listen; returns the port. Raises NetworkError when the address cannot be had."""
         app = web.Application(middlewares=[self._guard], client_max_size=0)
         app.add_routes(self.routes)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=KEPT + 30)
         await self._runner.setup()
         try:
             listening = socket.create_server(
@@ -160,6 +162,10 @@ class Server:
             return web.json_response({"missing": reduction.missing(chunk)}, status=202)
         self.counters.up["averages"] += len(body)
         return await self.send(request, body, digest)
+
+    async def _hello(self, request: web.Request) -> web.StreamResponse:
+        self.name_of(request)
+        return web.Response(status=204)
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._kept(request).manifest.to_json())
