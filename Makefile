@@ -19,6 +19,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases benchmarks/netlab
 	$(BIN)/lint-imports
 
 install: $(READY)

@@ -151,11 +151,14 @@ def test_every_command_shown_runs(
         if words[:3] == ["python", "-m", "tests.simulation"]:
             one = ["apply before commit"] if words[-1] == "--mutations" else []
             words = [sys.executable, *words[1:], *one, "--seeds", "200", "--jobs", "1"]
+        elif words[:3] == ["python", "-m", "benchmarks.netlab"]:
+            assert "--" not in words or (ROOT / words[4]).exists()
+            words = [sys.executable, *words[1:4], "--help"]
         elif words[0] == "python":
             words = [sys.executable, str(ROOT / words[1]), "--help"]  # measurements are long: their options must parse
         else:
             pytest.fail(f"{page.name} shows {command!r}, which this test does not know how to run")
-        where = ROOT if "tests.simulation" in words else workplace
+        where = ROOT if {"tests.simulation", "benchmarks.netlab"} & set(words) else workplace
         done = subprocess.run(words, cwd=where, env=_environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     attended.end()
