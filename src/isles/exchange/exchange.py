@@ -190,6 +190,9 @@ class Exchange:
         held = await self._held_there(task, owner, address) if task.record.attempt else set()
         outgoing, incoming = iter([c for c in chunks if c not in held]), iter(chunks)
         left = {"chunks": len(chunks)}
+        health, peers = self.peers.health(owner), len(set(task.owners.values()) - {self.me})
+        health.up.begin(self._codec.encoded_size(task.record.chunk), peers)
+        health.down.begin(task.result_limit(self._codec), peers)
         for _ in range(min(Width.MOST, len(chunks))):
             group.create_task(self._send_all(task, owner, address, outgoing, send))
             group.create_task(self._get_all(running, owner, address, incoming, left))

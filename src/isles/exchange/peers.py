@@ -30,6 +30,7 @@ from isles.exchange.speed import LineSpeed
 log = logging.getLogger("isles.exchange")
 
 PATIENCE = 8.0  # seconds without a byte before a peer is blamed that has moved nothing yet, and at least
+CONGESTION = "bbr"  # keeps a long lossy line full where the usual one does not
 KEPT = 300.0  # seconds for which an idle connection stays: setting one up takes three round trips
 TIMES = 10  # and so many times as long as its chunks have taken
 DIGEST = "X-Isles-Blake3"
@@ -267,7 +268,7 @@ def tune(made: socket.socket) -> None:
         if hasattr(socket, option):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     with contextlib.suppress(OSError, AttributeError):
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION.encode())
 
 
 def addresses(peers: Mapping[str, str | None], without: str) -> dict[str, str]:
