@@ -241,15 +241,16 @@ def test_whoever_is_cancelled_while_it_waits_gives_its_place_back() -> None:
 
 
 def test_an_exchange_begins_with_as_many_requests_as_may_fill_a_line_and_keeps_what_was_learned() -> None:
-    def begun(request: int, peers: int, learned: int = 0) -> int:
-        width = Width()
-        width.now = max(width.now, learned)
+    width = Width()
+
+    def begun(request: int, peers: int) -> int:
         width.begin(request, peers)
         return width.now
 
     assert [begun(size, 1) for size in (50_000, 530_000, 1 << 20, 2 << 20, 4 << 20)] == [8, 8, 6, 3, 2]
     assert begun(530_000, 3) == 4 and begun(4 << 20, 7) == 2
-    assert begun(4 << 20, 1, learned=11) == 11
+    width.now = 11
+    assert begun(4 << 20, 7) == 11 and begun(1 << 20, 7) == 2
 
 
 def test_a_residual_is_taken_once_over_all_attempts(tmp_path: Path) -> None:

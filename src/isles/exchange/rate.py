@@ -69,6 +69,7 @@ class Width:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._bytes, self._since = 0, time.monotonic()
         self._best = 0.0
+        self._request = 0  # bytes of those that `now` was found for
 
     async def __aenter__(self) -> None:
         while self._busy >= self.now:
@@ -95,8 +96,11 @@ class Width:
                 free -= 1
 
     def begin(self, request: int, peers: int) -> None:
-        """Requests of so many bytes are about to go to so many peers at once: enough of them that the line need not wait for answers."""
-        self.now = max(self.now, min(self.EARLY, -(-UNDER_WAY // (request * peers))))
+        """Requests of so many bytes are about to go to so many peers at once: enough of them that the line need not wait for answers, or as many
+        as was found to be good for requests of that size."""
+        enough = max(self.FIRST, min(self.EARLY, -(-UNDER_WAY // (request * peers))))
+        self.now = max(self.now, enough) if request == self._request else enough
+        self._request = request
         self._bytes, self._since = 0, time.monotonic()
 
     def moved(self, count: int) -> None:
