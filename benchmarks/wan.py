@@ -6,7 +6,8 @@
 
 Wire efficiency is the time in which the lines could carry it at best, over the time it took: 2 (m - 1) / m x encoded bytes / line rate for
 equal lines, and with unequal ones what the best sizes of parts allow (isles.protocol.parts). Line rates count IP packets whole, so headers alone
-cost 4 %. Before each round the lines are idle for two seconds, as they are in a run while clusters train.
+cost 4 %. Before each round the lines are idle for two seconds, as they are in a run while clusters train; three rounds, in which the line is learned,
+are not counted.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def run(condition: Condition, codec: str, size: int, repeats: int) -> dict[str, 
             threading.Thread(target=cut).start()
 
         sites = tuple((lab.namespace(name), lab.address(name)) for name in names)
-        job = Job(codec, size, condition.agents, repeats, sites, speeds, condition.hidden, condition.congestion, pause=2.0)
+        job = Job(
+            codec, size, condition.agents, repeats, sites, speeds, condition.hidden, condition.congestion, pause=2.0, warm=3
+        )
         clean = measure(job)
         row = {"condition": condition.name, "best": seconds, "bar": condition.bar, **clean}
         if condition.outage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,7 +22,7 @@ from isles.codec import Codec, NonFiniteError, get_codec
 from isles.errors import NetworkError, RecordError
 from isles.exchange import Exchange, Task, average, encode_contribution
 from isles.exchange import exchange as module
-from isles.exchange.rate import Width
+from isles.exchange.frames import TAKEN, Head, Kind, Piece, Verdict, parse
 from isles.exchange.reduction import OwnerReduction
 from isles.protocol import Part, Participant, Phase, RoundRecord
 from isles.protocol.parts import plan_parts, replan_parts
@@ -216,43 +215,6 @@ def test_a_chunk_that_arrives_when_the_next_attempt_has_begun_counts_there(
     run(play)
 
 
-def test_whoever_is_cancelled_while_it_waits_gives_its_place_back() -> None:
-    async def play() -> None:
-        width = Width()
-        rng = random.Random(4)
-
-        async def request() -> None:
-            async with width:
-                await asyncio.sleep(rng.random() / 500)
-
-        tasks = [asyncio.ensure_future(request()) for _ in range(300)]
-        for task in tasks:
-            await asyncio.sleep(0)
-            if rng.random() < 0.5:
-                task.cancel()
-            if rng.random() < 0.3:
-                await asyncio.sleep(0.001)
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-        assert width._busy == 0
-        for _ in range(width.now):
-            await asyncio.wait_for(width.__aenter__(), 1)
-
-    run(play)
-
-
-def test_an_exchange_begins_with_as_many_requests_as_may_fill_a_line_and_keeps_what_was_learned() -> None:
-    width = Width()
-
-    def begun(request: int, peers: int) -> int:
-        width.begin(request, peers)
-        return width.now
-
-    assert [begun(size, 1) for size in (50_000, 530_000, 1 << 20, 2 << 20, 4 << 20)] == [8, 8, 6, 3, 2]
-    assert begun(530_000, 3) == 4 and begun(4 << 20, 7) == 2
-    width.now = 11
-    assert begun(4 << 20, 7) == 11 and begun(1 << 20, 7) == 2
-
-
 def test_a_residual_is_taken_once_over_all_attempts(tmp_path: Path) -> None:
     async def play() -> None:
         async with islands(tmp_path, "ab", "topk") as made:
@@ -407,7 +369,7 @@ async def asking(made: Islands, name: str) -> AsyncIterator[Callable[..., Awaita
         yield ask
 
 
-def test_bad_requests_are_refused_with_a_sentence_and_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_requests_are_refused_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EARLY", 0.05)
 
     async def play() -> None:
@@ -416,38 +378,94 @@ def test_bad_requests_are_refused_with_a_sentence_and_cost_nothing(tmp_path: Pat
             joined = asyncio.create_task(made.join("a", record))  # type: ignore[arg-type]
             while 0 not in made.at["a"]._running:
                 await asyncio.sleep(0.01)
+            other = next(c for p in record.parts if p.owner == "b" for c in range(p.first, p.stop))
+            async with asking(made, "b") as ask:
+                for status, path in [
+                    (404, "/v1/other/lane"),
+                    (400, "/v1/run/lane"),  # no WebSocket
+                    (403, f"/v1/run/0/1/contributions/a/{ord('a'):08x}"),
+                    (425, f"/v1/run/0/2/contributions/b/{ord('b'):08x}"),
+                    (410, f"/v1/run/0/0/contributions/b/{ord('b'):08x}"),
+                    (404, f"/v1/run/0/1/results/{'0' * 64}"),
+                    (409, f"/v1/run/0/1/0/averages/{other}"),
+                    (404, f"/v1/run/0/1/0/averages/{'9' * 30}"),
+                    (404, "/v1/run/0/1/../../../etc/passwd"),
+                ]:
+                    said = await ask("GET", path)
+                    assert said[0] == status and said[1], (status, path, said)
+            joined.cancel()
+            await asyncio.gather(joined, return_exceptions=True)
+
+    run(play)
+
+
+@asynccontextmanager
+async def lane_of(made: Islands, name: str) -> AsyncIterator[Callable[[bytes], Awaitable[Verdict | None]]]:
+    """A lane to a, with the certificate of a cluster: sends a frame, and gives the verdict on it, or None when the lane is closed."""
+    _, client = TestAuthority.load(made.folder, name)
+    async with aiohttp.ClientSession() as session:
+        lane = await session.ws_connect(f"https://{made.peers['a']}/v1/run/lane", ssl=client, server_hostname="a")
+
+        async def send(frame: bytes) -> Verdict | None:
+            await lane.send_bytes(frame)
+            async for message in lane:
+                if message.type is aiohttp.WSMsgType.BINARY and isinstance(verdict := parse(message.data), Verdict):
+                    return verdict
+            return None
+
+        yield send
+        await lane.close()
+
+
+def test_chunks_that_may_not_come_are_refused_and_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EARLY", 0.05)
+
+    async def play() -> None:
+        async with islands(tmp_path, "abc", "int8") as made:
+            record = made.record("ab")
+            made.peers["b"], address = None, made.peers["b"]  # so that a makes no lanes to it
+            joined = asyncio.create_task(made.join("a", record))  # type: ignore[arg-type]
+            while 0 not in made.at["a"]._running:
+                await asyncio.sleep(0.01)
             chunk = next(c for p in record.parts if p.owner == "a" for c in range(p.first, p.stop))
             other = next(c for p in record.parts if p.owner == "b" for c in range(p.first, p.stop))
             good = bytes(made.contribution("b", made.task(record))(chunk))
-            nan = bytearray(good)
-            nan[32:34] = b"\xff\x7f"
-            digest = {"X-Isles-Blake3": module.chunk_digest(good).hex()}
-            sender = f"/v1/run/0/1/contributions/b/{ord('b'):08x}"
-            async with asking(made, "b") as ask, asking(made, "c") as foreign:
-                for status, method, path, body, headers in [
-                    (404, "PUT", sender.replace("run", "other") + f"/{chunk}", good, digest),
-                    (413, "PUT", f"{sender}/{chunk}", good[:-1], digest),
-                    (413, "PUT", f"{sender}/{chunk}", good + b"x", digest),
-                    (400, "PUT", f"{sender}/{chunk}", good[:-1] + b"x", digest),
-                    (400, "PUT", f"{sender}/{chunk}", bytes(nan), {"X-Isles-Blake3": module.chunk_digest(bytes(nan)).hex()}),
-                    (400, "PUT", f"{sender}/{chunk}", good, {}),
-                    (409, "PUT", f"{sender}/{other}", good, digest),
-                    (409, "PUT", f"/v1/run/0/1/contributions/b/deadbeef/{chunk}", good, digest),
-                    (403, "PUT", f"/v1/run/0/1/contributions/a/{ord('a'):08x}/{chunk}", good, digest),
-                    (425, "PUT", sender.replace("/0/1/", "/0/2/") + f"/{chunk}", good, digest),
-                    (410, "PUT", sender.replace("/0/1/", "/0/0/") + f"/{chunk}", good, digest),
-                    (404, "PUT", f"{sender}/{'9' * 30}", good, digest),
-                    (404, "GET", f"/v1/run/0/1/results/{'0' * 64}", b"", {}),
-                    (409, "GET", f"/v1/run/0/1/0/averages/{other}", b"", {}),
-                    (404, "GET", "/v1/run/0/1/../../../etc/passwd", b"", {}),
+            bad = bytearray(good)
+            bad[32:34] = b"\xff\x7f"  # a scale that is no number
+            nan = bytes(bad)
+            digest, who = module.chunk_digest(good), f"{ord('b'):08x}"
+            head = Head(Kind.CONTRIBUTION, 0, 1, 0, chunk, len(good), digest, who, 1)
+            async with lane_of(made, "b") as send, lane_of(made, "c") as foreign:
+                for status, changed, body in [
+                    (400, head, good[:-1] + b"x"),
+                    (400, replace(head, digest=module.chunk_digest(nan)), nan),
+                    (413, replace(head, size=len(good) + 1), good),
+                    (413, replace(head, size=(1 << 32) - 1), good),
+                    (409, replace(head, chunk=other), good),
+                    (409, replace(head, chunk=(1 << 32) - 1), good),
+                    (409, replace(head, incarnation="deadbeef"), good),
+                    (425, replace(head, number=2), good),
+                    (410, replace(head, number=0), good),
+                    (409, replace(head, kind=Kind.AVERAGE), good),
+                    (425, replace(head, kind=Kind.AVERAGE, attempt=9), good),
+                    (425, replace(head, fragment=7), good),
                 ]:
-                    said = await ask(method, path, body, headers)
-                    assert said[0] == status and said[1], (status, path, said)
-                assert (await foreign("PUT", f"{sender}/{chunk}", good, digest))[0] == 403
-                assert made.at["a"]._running[0].reduction.received("b", f"{ord('b'):08x}") == []
-                assert (await ask("PUT", f"{sender}/{chunk}", good, digest))[0] == 201
-                assert (await ask("PUT", f"{sender}/{chunk}", good, digest))[0] == 201  # the same once more changes nothing
-            digests = await asyncio.gather(joined, made.join("b", record))
+                    verdict = await send(Piece(changed, 0, body).frame(0))
+                    assert verdict is not None and verdict.status == status and verdict.text, (status, changed, verdict)
+                refused = await foreign(Piece(head, 0, good).frame(0))
+                assert refused is not None and refused.status == 409
+                assert made.received("a", "b") == set()
+                for _ in range(2):  # the same once more changes nothing
+                    assert await send(Piece(head, 0, good).frame(0)) == Verdict(1, TAKEN)
+                assert made.received("a", "b") == {chunk}
+            for frame in [b"", b"\x00", b"\x09abc", b"\x01short", b"\x03", Piece(replace(head, size=5), 3, good).frame(0)]:
+                async with lane_of(made, "b") as send:
+                    assert await send(frame) is None, frame
+            joined.cancel()
+            await asyncio.gather(joined, return_exceptions=True)
+            made.peers["b"] = address
+            again = replace(record, attempt=1)
+            digests = await asyncio.gather(made.join("a", again), made.join("b", again))
             assert len(set(digests)) == 1 and np.array_equal(made.values("a", digests[0]), made.expected("ab"))
 
     run(play)

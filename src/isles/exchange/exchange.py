@@ -1,8 +1,8 @@
 """The exchange: one cluster's side of every attempt that it takes part in.
 
-For every chunk a cluster sends its contribution to the chunk's owner and asks the owner for the average. Both directions run at once, chunk
-by chunk, with several requests under way at each owner; each cluster begins at another owner, so that they do not all queue at the
-same one. The owner's work is in `reduction`, what others may ask in `server`, lines and blame in `peers`, files in `spool`.
+For every chunk a cluster sends its contribution to the chunk's owner, and the owner sends the average to everybody as soon as it has it: nobody
+waits for an answer before the next chunk goes. Each cluster begins at another owner, so that they do not all queue at the same one. The
+owner's work is in `reduction`; how chunks travel in `links`, `outbox` and `assembly`; what others may ask in `server`, blame in `peers`, files in `spool`.
 
 An attempt never fails by itself: it goes on until it is whole or the caller cancels it, because the protocol, which sees all clusters, has
 made another one. What an owner has received stays for that one.
@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from isles.codec import Codec, check
-from isles.errors import MALFORMED, CheckpointError, CodecError, NetworkError, first_failure
-from isles.exchange.peers import ERRORS, Pause, Peers, TooEarly, addresses
-from isles.exchange.rate import Counters, RateCap, Width
+from isles.errors import MALFORMED, CheckpointError, CodecError, IslesError, NetworkError, first_failure
+from isles.exchange.frames import Head, Kind
+from isles.exchange.links import Links
+from isles.exchange.peers import ERRORS, PATIENCE, Peers, TooEarly, addresses
+from isles.exchange.rate import Counters, RateCap
 from isles.exchange.reduction import Inbox, OwnerReduction
 from isles.exchange.server import EARLY, LONG_POLL, Refused, Server
 from isles.exchange.speed import LineSpeed
@@ -46,7 +47,10 @@ class Running:
     reduction: OwnerReduction
     since: float
     whole: bool = False
-    waiting: set[str] = field(default_factory=set)  # owners of whom a chunk is missing here
+    missing: dict[str, set[int]] = field(default_factory=dict)  # averages that have not come, by owner
+    all_here: asyncio.Event = field(default_factory=asyncio.Event)  # none is missing
+    came: dict[str, float] = field(default_factory=dict)  # when an owner's last average came
+    giving: list[asyncio.Task[None]] = field(default_factory=list)  # own averages to the others
     reported: dict[str, tuple[float, float]] = field(
         default_factory=dict
     )  # whom owners wait for: since when, and last heard of
@@ -76,7 +80,10 @@ class Exchange:
         self.speed = LineSpeed()
         self._measuring: asyncio.Task[None] | None = None
         self.peers = Peers(client_ssl, self.cap, self.counters, self.speed)
-        self.server = Server(run, server_ssl, peer_name, self._find, self.averages, self.cap, self.counters, self.speed)
+        self.links = Links(me, run, self.peers, self._welcome, self._arrived)
+        self.server = Server(
+            run, server_ssl, peer_name, self._find, self.links.carry, self.averages, self.cap, self.counters, self.speed
+        )
         self._running: dict[int, Running] = {}
         self._inboxes: dict[tuple[int, int, int], Inbox] = {}  # by fragment, round, values in a chunk
         self._begun = asyncio.Condition()
@@ -87,22 +94,27 @@ class Exchange:
         """Listen; returns the port. Raises NetworkError when the address cannot be had."""
         await self.peers.start()
         try:
-            self._measuring = asyncio.create_task(self.speed.run(), name="line speed")
+            self._measuring = asyncio.create_task(self.speed.run(self.cap, self.links.waiting), name="line speed")
             return await self.server.start(host, port)
         except NetworkError:
             await self.stop()
             raise
 
     async def stop(self) -> None:
+        tasks = [task for running in self._running.values() for task in running.giving]
         if self._measuring is not None:
-            self._measuring.cancel()
-            await asyncio.gather(self._measuring, return_exceptions=True)
+            tasks.append(self._measuring)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.links.stop()
         await self.peers.stop()
         await self.server.stop()
 
     async def warm(self, peers: Mapping[str, str | None]) -> None:
-        """Have connections to these clusters ready; they are about to be needed."""
-        await self.peers.warm(addresses(peers, self.me), f"/v1/{self.run}/hello")
+        """Have lanes with these clusters, and with no others; they are about to be needed."""
+        self.links.keep(peers, only=True)
+        await self.links.ready(peers, PATIENCE)
 
     # --- an attempt
 
@@ -115,11 +127,21 @@ class Exchange:
         async with self._begun:
             self._begun.notify_all()
         send = self._sender(task, contribution)
+        self.links.keep(task.peers)
+        for name in task.participants:
+            if name != self.me and task.owned_by(self.me):
+                running.giving.append(asyncio.create_task(self._give(running, name), name=f"averages to {name}"))
         with first_failure():
             async with asyncio.TaskGroup() as group:
-                group.create_task(running.reduction.finished())
-                for owner, address in self._owners(task):
-                    group.create_task(self._with_owner(group, running, owner, address, send))
+                helpers = [
+                    group.create_task(work)
+                    for owner, address in self._owners(task)
+                    for work in (self._contribute(task, owner, address, send), self._watch(running, owner, address))
+                ]
+                await running.reduction.finished()
+                await running.all_here.wait()
+                for helper in helpers:
+                    helper.cancel()
         average = await asyncio.to_thread(self._keep, task, running)
         running.whole = True
         return average.manifest.digest
@@ -131,8 +153,11 @@ class Exchange:
         earlier = self._running.get(fragment)
         if earlier is not None:
             earlier.reduction.close()
+            for giving in earlier.giving:
+                giving.cancel()
             if not self.averages.keeps(earlier.reduction.averages):
                 earlier.reduction.averages.delete()
+        self.links.drop(lambda head: head.fragment == fragment)
         mine = (*task.key, task.record.chunk)  # a round that was opened again may be cut in another way
         for key in [k for k in self._inboxes if k[0] == fragment and k != mine]:
             self._inboxes.pop(key).delete()
@@ -145,6 +170,9 @@ class Exchange:
         own = self._own(task, contribution)
         reduction = OwnerReduction(task, self.me, self._codec, self._table, inbox, spool, lambda chunk: bytes(own(chunk)))
         running = Running(task, reduction, time.monotonic())
+        running.missing = {owner: set(task.owned_by(owner)) for owner in set(task.owners.values()) - {self.me}}
+        if not running.missing:
+            running.all_here.set()
         self._running[fragment] = running
         return running
 
@@ -179,23 +207,29 @@ class Exchange:
         first = sum(name < self.me for name, _ in owners)
         return owners[first:] + owners[:first]
 
-    async def _with_owner(
-        self, group: asyncio.TaskGroup, running: Running, owner: str, address: str,
-        send: Callable[[int], tuple[bytes | memoryview, bytes]],
-    ) -> None:  # fmt: skip
-        """Send an owner what it reduces, and get it back."""
-        task = running.task
-        chunks = task.owned_by(owner)
-        running.waiting.add(owner)
+    async def _contribute(
+        self, task: Task, owner: str, address: str, send: Callable[[int], tuple[bytes | memoryview, bytes]]
+    ) -> None:
+        """Send an owner what it reduces."""
         held = await self._held_there(task, owner, address) if task.record.attempt else set()
-        outgoing, incoming = iter([c for c in chunks if c not in held]), iter(chunks)
-        left = {"chunks": len(chunks)}
-        health, peers = self.peers.health(owner), len(set(task.owners.values()) - {self.me})
-        health.up.begin(self._codec.encoded_size(task.record.chunk), peers)
-        health.down.begin(task.result_limit(self._codec), peers)
-        for _ in range(min(Width.MOST, len(chunks))):
-            group.create_task(self._send_all(task, owner, address, outgoing, send))
-            group.create_task(self._get_all(running, owner, address, incoming, left))
+        fragment, number = task.key
+        for chunk in task.owned_by(owner):
+            if chunk not in held:
+                body, digest = await asyncio.to_thread(send, chunk)
+                who = task.participants[self.me].incarnation
+                head = Head(Kind.CONTRIBUTION, fragment, number, task.record.attempt, chunk, len(body), digest, who)
+                await self.links.post(owner, head, body)
+
+    async def _give(self, running: Running, peer: str) -> None:
+        """Send a participant the averages of the own chunks, as they are made, for as long as it lacks them."""
+        task, (fragment, number) = running.task, running.task.key
+        try:
+            async for chunk in running.reduction.made():
+                body, digest = await running.reduction.average(chunk)
+                head = Head(Kind.AVERAGE, fragment, number, task.record.attempt, chunk, len(body), digest)
+                await self.links.post(peer, head, body)
+        except IslesError as error:
+            log.warning("round %d: an average for %s: %s", number, peer, error)  # it asks for it, by and by
 
     async def _held_there(self, task: Task, owner: str, address: str) -> set[int]:
         """Chunks of this cluster's contribution that an owner has from an earlier attempt."""
@@ -206,43 +240,72 @@ class Exchange:
         except MALFORMED:
             return set()
 
-    async def _send_all(
-        self, task: Task, owner: str, address: str, chunks: Iterator[int],
-        send: Callable[[int], tuple[bytes | memoryview, bytes]],
-    ) -> None:  # fmt: skip
-        base = f"{self._path(task)}/contributions/{self.me}/{task.participants[self.me].incarnation}"
-        for chunk in chunks:
-            await self.peers.put(owner, address, f"{base}/{chunk}", partial(asyncio.to_thread, send, chunk), "contributions")
+    async def _watch(self, running: Running, owner: str, address: str) -> None:
+        """Ask an owner of whom nothing comes for whom it waits, and get the average itself where it has it after all."""
+        task = running.task
+        while missing := running.missing[owner]:
+            quiet = running.came.get(owner, running.since) + LONG_POLL / 2 - time.monotonic()
+            if quiet > 0:
+                await asyncio.sleep(quiet)
+                continue
+            chunk = min(missing)
+            path, limit = f"{self._path(task)}/{task.record.attempt}/averages/{chunk}", task.result_limit(self._codec)
+            answer = await self.peers.get(owner, address, path, limit, "averages")
+            if answer.status == 202:
+                self._note_missing(running, owner, answer.body)
+                continue
+            try:
+                if chunk_digest(answer.body).hex() != answer.digest:
+                    raise CodecError(f"chunk {chunk} arrived damaged: it does not match its hash")
+                await asyncio.to_thread(self._take, task, chunk, answer.body, running.reduction.averages)
+                self._note_average(running, owner, chunk)
+            except (CodecError, CheckpointError) as error:
+                log.warning("%s at %s sent a bad average: %s", owner, address, error)
+                await asyncio.sleep(1.0)
 
-    async def _get_all(self, running: Running, owner: str, address: str, chunks: Iterator[int], left: dict[str, int]) -> None:
-        task, spool = running.task, running.reduction.averages
-        limit = task.result_limit(self._codec)
-        for chunk in chunks:
-            path = f"{self._path(task)}/{task.record.attempt}/averages/{chunk}"
-            pause = Pause()
-            while True:
-                answer = await self.peers.get(owner, address, path, limit, "averages")
-                if answer.status == 202:
-                    self._note_missing(running, owner, answer.body)
-                    continue
-                try:
-                    await asyncio.to_thread(self._take, task, chunk, answer.body, answer.digest, spool)
-                    break
-                except (CodecError, CheckpointError) as error:
-                    log.warning("%s at %s sent a bad average: %s", owner, address, error)
-                    await pause.wait()
-            left["chunks"] -= 1
-            if not left["chunks"]:
-                running.waiting.discard(owner)
+    # --- what others send over lanes
 
-    def _take(self, task: Task, chunk: int, body: bytes, digest: str, spool: Spool) -> None:
-        """Check an average and keep it. Raises CodecError, CheckpointError, DiskError."""
-        actual = chunk_digest(body)
-        if actual.hex() != digest:
-            raise CodecError(f"chunk {chunk} arrived damaged: it does not match its hash")
+    async def _welcome(self, peer: str, head: Head) -> bool:
+        """Whether a chunk is here already. Raises Refused when it may not come, so that no memory is taken for it."""
+        if head.kind is Kind.CONTRIBUTION:
+            reduction = await self._find(head.fragment, head.number, None)
+            size = reduction.expects(peer, head.incarnation, head.chunk)
+            if head.size != size:
+                raise Refused(413, f"chunk {head.chunk} takes {size} bytes, not {head.size}")
+            return reduction.holds(peer, head.chunk)
+        reduction = await self._find(head.fragment, head.number, head.attempt)
+        if reduction.task.owners.get(head.chunk) != peer:
+            raise Refused(409, f"{peer} does not own chunk {head.chunk}")
+        if head.size > reduction.task.result_limit(self._codec):
+            raise Refused(413, f"no average of a chunk takes {head.size} bytes")
+        return head.chunk in reduction.averages
+
+    async def _arrived(self, peer: str, head: Head, body: bytes) -> None:
+        """A welcome chunk is whole. Raises Refused, CodecError, DiskError."""
+        if head.kind is Kind.CONTRIBUTION:
+            reduction = await self._find(head.fragment, head.number, None)
+            reduction.expects(peer, head.incarnation, head.chunk)
+            self.counters.down["contributions"] += len(body)
+            await reduction.receive(peer, head.chunk, body, head.digest)
+            return
+        reduction = await self._find(head.fragment, head.number, head.attempt)
+        self.counters.down["averages"] += len(body)
+        await asyncio.to_thread(self._take, reduction.task, head.chunk, body, reduction.averages)
+        running = self._running.get(head.fragment)
+        if running is not None and running.reduction is reduction:
+            self._note_average(running, peer, head.chunk)
+
+    def _note_average(self, running: Running, owner: str, chunk: int) -> None:
+        running.missing[owner].discard(chunk)
+        running.came[owner] = time.monotonic()
+        if not any(running.missing.values()):
+            running.all_here.set()
+
+    def _take(self, task: Task, chunk: int, body: bytes, spool: Spool) -> None:
+        """Keep an average that is what it should be. Raises CodecError, CheckpointError, DiskError."""
         first, stop = task.bounds(chunk)
         self._check(body, first, stop, len(task.participants))
-        spool.put(chunk, body, actual)
+        spool.put(chunk, body, chunk_digest(body))
 
     def _check(self, body: bytes, first: int, stop: int, participants: int) -> None:
         for part in unbundle(body, participants) if self._codec.gathers else [body]:
@@ -298,7 +361,9 @@ class Exchange:
         running = self._running.get(fragment)
         if running is None or running.whole:
             return ()
-        guilty = {owner for owner in running.waiting if self.peers.health(owner).stuck(running.since)}
+        guilty = {
+            owner for owner, chunks in running.missing.items() if chunks and self.peers.health(owner).stuck(running.since)
+        }
         now, loop_now = time.monotonic(), asyncio.get_running_loop().time()
         for name in running.reduction.waits_for():
             health, heard = self.peers.health(name), running.reduction.heard.get(name, running.since)

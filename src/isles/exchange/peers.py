@@ -14,23 +14,25 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import aiohttp
-from aiohttp import payload
-from aiohttp.abc import AbstractStreamWriter
 
 from isles.errors import NetworkError
-from isles.exchange.rate import Counters, Purpose, RateCap, Width, send_slices
+from isles.exchange.frames import MAX_FRAME
+from isles.exchange.rate import Counters, Purpose, RateCap
 from isles.exchange.speed import LineSpeed
 
 log = logging.getLogger("isles.exchange")
 
 PATIENCE = 8.0  # seconds without a byte before a peer is blamed that has moved nothing yet, and at least
 CONGESTION = "bbr"  # keeps a long lossy line full where the usual one does not
+CLOSING = 0.2  # seconds in which a peer may agree to the end of a lane
+WAITING = 1 << 14  # bytes of a lane that wait in this process, and in the kernel without having been sent
+GIVEN_UP = 4000  # milliseconds without an acknowledgement after which a connection is lost: TCP would go on trying for minutes, ever more rarely
 KEPT = 300.0  # seconds for which an idle connection stays: setting one up takes three round trips
 TIMES = 10  # and so many times as long as its chunks have taken
 DIGEST = "X-Isles-Blake3"
@@ -44,12 +46,17 @@ class Health:
     moved_at: float = field(default_factory=time.monotonic)
     refused: bool = False
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that chunks have taken
-    up: Width = field(default_factory=Width)
-    down: Width = field(default_factory=Width)
     said: str = ""  # the last complaint in the log, so that it is not said again and again
 
-    def moved(self) -> None:
-        self.moved_at, self.refused, self.said = time.monotonic(), False, ""
+    def alive(self) -> None:
+        """Something came from the peer."""
+        self.moved_at, self.refused = time.monotonic(), False
+
+    def moved(self, seconds: float) -> None:
+        """A chunk has gone through, in so many seconds."""
+        self.alive()
+        self.said = ""
+        self.seconds.append(seconds)
 
     def patience(self) -> float:
         return max(PATIENCE, TIMES * median(self.seconds)) if self.seconds else PATIENCE
@@ -57,27 +64,6 @@ class Health:
     def stuck(self, since: float) -> bool:
         """Whether the peer holds up work that began at `since`."""
         return self.refused or time.monotonic() - max(since, self.moved_at) > self.patience()
-
-
-class Body(payload.Payload):
-    """A request's body, sent slice by slice under the cap."""
-
-    def __init__(self, data: bytes | memoryview, cap: RateCap) -> None:
-        super().__init__(data, content_type="application/octet-stream")
-        self._data, self._cap = data, cap
-        self._size = len(data)
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:  # noqa: ARG002
-        raise TypeError("a chunk is no text")
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        await send_slices(self._data, writer.write, self._cap)
-
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:  # noqa: ARG002
-        await self.write(writer)
-
-
-Encoded = tuple[bytes | memoryview, bytes]  # body and digest
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,9 @@ class Peers:
     async def start(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT, ssl=self._ssl, socket_factory=self._socket)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=None)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=1 << 20)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, read_bufsize=1 << 20, ws_response_class=Lane
+        )
 
     def _socket(self, info: tuple[Any, ...]) -> socket.socket:
         made = connected_socket(info)
@@ -115,28 +103,17 @@ class Peers:
             await self._session.close()
             await asyncio.sleep(0)  # connections close in the next turn of the loop
 
-    async def put(self, peer: str, address: str, path: str, body: Callable[[], Awaitable[Encoded]], purpose: Purpose) -> None:
-        """PUT until the peer has it. body: makes the body and its digest once a place among the peer's requests is free."""
-        health, made, pause = self.health(peer), None, Pause()
-        while True:
-            async with health.up, Attempt(self, peer, address):
-                made = made or await body()
-                data, digest = made
-                began = time.monotonic()
-                payload_, headers = Body(data, self.cap), {DIGEST: digest.hex()}
-                async with self._request("PUT", peer, address, path, data=payload_, headers=headers) as answer:
-                    if answer.status in (200, 201):
-                        self.counters.up[purpose] += len(data)
-                        self._done(health, health.up, began, len(data))
-                        return
-                    await self._refuse(peer, address, answer)
-            await pause.wait()
+    async def lane(self, peer: str, address: str, path: str) -> aiohttp.ClientWebSocketResponse:
+        """A connection for frames. Raises one of ERRORS."""
+        return await self._running.ws_connect(
+            f"https://{address}{path}", server_hostname=peer, max_msg_size=MAX_FRAME, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSING)
+        )  # fmt: skip
 
     async def get(self, peer: str, address: str, path: str, limit: int, purpose: Purpose) -> Answer:
         """GET until there is an answer: a body of at most `limit` bytes."""
-        health, pause = self.health(peer), Pause()
+        pause = Pause()
         while True:
-            async with health.down, Attempt(self, peer, address):
+            async with Attempt(self, peer, address):
                 return await self.get_once(peer, address, path, limit, purpose)
             await pause.wait()
 
@@ -147,26 +124,20 @@ class Peers:
             if answer.status not in (200, 202):
                 await self._refuse(peer, address, answer)
             body = await self._read(answer, limit, health)
-            health.moved()
+            health.alive()
             if answer.status == 200:
                 self.counters.down[purpose] += len(body)
-                self._done(health, health.down, began, len(body))
+                health.moved(time.monotonic() - began)
             return Answer(answer.status, body, answer.headers.get(DIGEST, ""))
 
-    async def warm(self, peers: Mapping[str, str], path: str) -> None:
-        """Have connections to these peers before they are needed; path: of something that costs them nothing. Whoever does not answer is left be."""
+    def _request(self, method: str, peer: str, address: str, path: str) -> Any:
+        return self._running.request(method, f"https://{address}{path}", server_hostname=peer, allow_redirects=False)
 
-        async def greet(peer: str, address: str) -> None:
-            with contextlib.suppress(*ERRORS):
-                async with asyncio.timeout(PATIENCE), self._request("GET", peer, address, path) as answer:
-                    await answer.read()
-
-        await asyncio.gather(*(greet(*peer) for peer in peers.items() for _ in range(2 * Width.FIRST)))
-
-    def _request(self, method: str, peer: str, address: str, path: str, **more: Any) -> Any:
+    @property
+    def _running(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise NetworkError("the exchange is not running; start it first")
-        return self._session.request(method, f"https://{address}{path}", server_hostname=peer, allow_redirects=False, **more)
+        return self._session
 
     async def _read(self, answer: aiohttp.ClientResponse, limit: int, health: Health) -> bytes:
         """A body whose length is known and bounded before memory is taken."""
@@ -178,7 +149,7 @@ class Peers:
             part = await answer.content.readany()
             if not part:
                 raise aiohttp.ClientPayloadError("the body was cut short")
-            health.moved()
+            health.alive()
             left -= len(part)
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -188,15 +159,14 @@ class Peers:
         text = (await answer.content.read(300)).decode(errors="replace")
         health = self.health(peer)
         if answer.status == 425:
-            health.moved()
+            health.alive()
             raise TooEarly
-        self._complain(health, f"{peer} at {address} answers {answer.status}: {text or answer.reason}")
+        self.declined(peer, address, answer.status, text or answer.reason or "")
         raise Declined
 
-    def _done(self, health: Health, width: Width, began: float, count: int) -> None:
-        health.moved()
-        health.seconds.append(time.monotonic() - began)
-        width.moved(count)
+    def declined(self, peer: str, address: str, status: int, text: str) -> None:
+        """The peer has answered, and does not take or give what was meant."""
+        self._complain(self.health(peer), f"{peer} at {address} answers {status}: {text}")
 
     def failed(self, peer: str, address: str, error: BaseException) -> None:
         health = self.health(peer)
@@ -215,6 +185,23 @@ class Peers:
         if text != health.said:
             health.said = text
             log.warning("%s", text)
+
+
+class Lane(aiohttp.ClientWebSocketResponse):
+    """A WebSocket that does not take more than it can send soon."""
+
+    def __init__(
+        self, reader: Any, writer: Any, protocol: Any, response: aiohttp.ClientResponse, *more: Any, **named: Any
+    ) -> None:
+        super().__init__(reader, writer, protocol, response, *more, **named)
+        if response.connection is not None:
+            shorten(response.connection.transport)
+
+
+def shorten(transport: asyncio.BaseTransport | None) -> None:
+    """Let little wait in this process for a connection: what waits there another connection could have sent."""
+    if isinstance(transport, asyncio.WriteTransport):
+        transport.set_write_buffer_limits(high=WAITING)
 
 
 class Pause:
@@ -267,8 +254,19 @@ def tune(made: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
         if hasattr(socket, option):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    for option, value in (("TCP_USER_TIMEOUT", GIVEN_UP), ("TCP_NOTSENT_LOWAT", WAITING)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     with contextlib.suppress(OSError, AttributeError):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION.encode())
+
+
+def congestion() -> str:
+    """The congestion control that connections get here: `CONGESTION`, where the kernel has it."""
+    with socket.socket() as probe, contextlib.suppress(OSError, AttributeError):
+        tune(probe)
+        return probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    return ""
 
 
 def addresses(peers: Mapping[str, str | None], without: str) -> dict[str, str]:

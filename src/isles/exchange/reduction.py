@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,8 @@ class OwnerReduction:
         self._weights = task.weights(table)
         self._ready = {chunk: asyncio.Event() for chunk in task.owned_by(me)}
         self._made: dict[int, asyncio.Task[None]] = {}
+        self._finished: list[int] = []  # chunks that are averaged, in that order
+        self._news = asyncio.Event()
         self.heard: dict[str, float] = {}  # when a sender's last chunk arrived
         inbox.arrived = self._look
         for chunk in self._ready:
@@ -116,8 +118,13 @@ class OwnerReduction:
     def _look(self, chunk: int) -> None:
         """Average a chunk if all its contributions are here."""
         if chunk in self._ready and chunk not in self._made and not self.missing(chunk):
-            self._made[chunk] = asyncio.create_task(asyncio.to_thread(self._reduce, chunk))
+            self._made[chunk] = asyncio.create_task(self._make(chunk))
             self._ready[chunk].set()
+
+    async def _make(self, chunk: int) -> None:
+        await asyncio.to_thread(self._reduce, chunk)
+        self._finished.append(chunk)
+        self._news.set()
 
     def _reduce(self, chunk: int) -> None:
         parts = [
@@ -132,6 +139,17 @@ class OwnerReduction:
                 decode_accumulate(part, weight, mean)
             body = self._codec.encode(mean, offset=self.task.bounds(chunk)[0], seed=self.task.seed)
         self.averages.put(chunk, body, chunk_digest(body))
+
+    async def made(self) -> AsyncIterator[int]:
+        """All owned chunks, each when it is averaged. Any number may listen."""
+        at = 0
+        while at < len(self._ready):
+            while at < len(self._finished):
+                at += 1
+                yield self._finished[at - 1]
+            if at < len(self._ready):
+                self._news.clear()
+                await self._news.wait()
 
     async def finished(self) -> None:
         """Returns when all owned chunks are averaged. Raises what went wrong in one."""

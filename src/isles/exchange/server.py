@@ -1,14 +1,12 @@
 """What other clusters may ask of this one, over HTTPS with certificates on both sides.
 
-    PUT /v1/RUN/FRAGMENT/ROUND/contributions/CLUSTER/INCARNATION/CHUNK     a chunk of a contribution, to its owner
+    GET /v1/RUN/lane                                                       a WebSocket for frames, both ways (`links`)
     GET /v1/RUN/FRAGMENT/ROUND/contributions/CLUSTER/INCARNATION           the chunks of it that the owner already has (JSON)
     GET /v1/RUN/FRAGMENT/ROUND/ATTEMPT/averages/CHUNK                      a chunk of the average, from its owner; 202 while it waits for somebody
     GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST                              the description of a committed average
     GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST/CHUNK                        a chunk of it, from anyone who holds it
-    GET /v1/RUN/hello                                                      nothing; the connection is there then
 
-Everything about a body is known and checked before memory is taken for it: who may send it, for which round, and its exact length. The
-name in a peer's certificate is the only identity; a cluster can only send what is its own.
+The name in a peer's certificate is the only identity; a cluster can only send what is its own.
 """
 
 from __future__ import annotations
@@ -23,10 +21,11 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from isles.errors import CodecError, IslesError, NetworkError
-from isles.exchange.peers import DIGEST, KEPT, tune
+from isles.exchange.frames import MAX_FRAME
+from isles.exchange.peers import CLOSING, DIGEST, KEPT, WAITING, shorten, tune
 from isles.exchange.rate import Counters, RateCap, send_slices
 from isles.exchange.speed import LineSpeed
-from isles.exchange.spool import Averages, chunk_digest
+from isles.exchange.spool import Averages
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EARLY = 2.0  # seconds that a request waits for this cluster to see the round's record
@@ -45,12 +44,11 @@ class Reduction(Protocol):
     """The owner's side of a task, as the server needs it."""
 
     def missing(self, chunk: int) -> list[str]: ...
-    def holds(self, cluster: str, chunk: int) -> bool: ...
-    def expects(self, cluster: str, incarnation: str, chunk: int) -> int: ...
-    async def receive(self, cluster: str, chunk: int, body: bytes, digest: bytes) -> None: ...
+    def received(self, cluster: str, incarnation: str) -> list[int]: ...
     async def average(self, chunk: int) -> tuple[bytes, bytes]: ...
 
 
+Carry = Callable[[str, web.WebSocketResponse], Awaitable[None]]  # peer, lane: frames both ways until it is lost
 Find = Callable[[int, int, int | None], Awaitable[Reduction]]  # fragment, round, attempt -> reduction; raises Refused
 
 
@@ -58,17 +56,16 @@ class Server:
     """Listens, checks and answers. `find` gives the reduction of a round that this cluster takes part in."""
 
     def __init__(
-        self, run: str, server_ssl: ssl.SSLContext, peer_name: Callable[[ssl.SSLObject], str], find: Find, averages: Averages,
-        cap: RateCap, counters: Counters, speed: LineSpeed,
+        self, run: str, server_ssl: ssl.SSLContext, peer_name: Callable[[ssl.SSLObject], str], find: Find, carry: Carry,
+        averages: Averages, cap: RateCap, counters: Counters, speed: LineSpeed,
     ) -> None:  # fmt: skip
-        self.run, self._ssl, self._peer_name, self._find = run, server_ssl, peer_name, find
+        self.run, self._ssl, self._peer_name, self._find, self._carry = run, server_ssl, peer_name, find, carry
         self._averages, self._cap, self.counters, self._speed = averages, cap, counters, speed
         self._runner: web.AppRunner | None = None
         self.routes: list[web.RouteDef] = [
-            web.put(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}/{chunk:\d+}", self._put),
+            web.get(r"/v1/{run}/lane", self._lane),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/contributions/{cluster}/{incarnation}", self._have),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/{attempt:\d+}/averages/{chunk:\d+}", self._average),
-            web.get(r"/v1/{run}/hello", self._hello),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/results/{digest}", self._manifest),
             web.get(r"/v1/{run}/{fragment:\d+}/{round:\d+}/results/{digest}/{chunk:\d+}", self._result),
         ]
@@ -124,32 +121,19 @@ class Server:
         attempt = _number(request, "attempt") if "attempt" in request.match_info else None
         return await self._find(fragment, number, attempt)
 
-    async def _put(self, request: web.Request) -> web.StreamResponse:
-        cluster, incarnation, chunk = (
-            request.match_info["cluster"],
-            request.match_info["incarnation"],
-            _number(request, "chunk"),
-        )
-        if self.name_of(request) != cluster:
-            raise Refused(403, f"only {cluster} may send its contribution")
-        reduction = await self._reduction(request)
-        size = reduction.expects(cluster, incarnation, chunk)
-        if request.content_length != size:
-            raise Refused(413, f"chunk {chunk} takes {size} bytes, not {request.content_length}")
-        body = await _read(request, size)
-        if not reduction.holds(cluster, chunk):
-            digest = await asyncio.to_thread(chunk_digest, body)
-            if request.headers.get(DIGEST) != digest.hex():
-                raise Refused(400, f"chunk {chunk} arrived damaged: it does not match its hash; send it again")
-            self.counters.down["contributions"] += size
-            await reduction.receive(cluster, chunk, body, digest)
-        return web.Response(status=201)
+    async def _lane(self, request: web.Request) -> web.StreamResponse:
+        peer = self.name_of(request)
+        shorten(request.transport)
+        lane = web.WebSocketResponse(compress=False, max_msg_size=MAX_FRAME, writer_limit=WAITING, timeout=CLOSING)
+        await lane.prepare(request)
+        await self._carry(peer, lane)
+        return lane
 
     async def _have(self, request: web.Request) -> web.StreamResponse:
         cluster = request.match_info["cluster"]
         if self.name_of(request) != cluster:
             raise Refused(403, f"only {cluster} may ask for what it sent")
-        reduction: Any = await self._reduction(request)
+        reduction = await self._reduction(request)
         return web.json_response(reduction.received(cluster, request.match_info["incarnation"]))
 
     async def _average(self, request: web.Request) -> web.StreamResponse:
@@ -162,10 +146,6 @@ class Server:
             return web.json_response({"missing": reduction.missing(chunk)}, status=202)
         self.counters.up["averages"] += len(body)
         return await self.send(request, body, digest)
-
-    async def _hello(self, request: web.Request) -> web.StreamResponse:
-        self.name_of(request)
-        return web.Response(status=204)
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._kept(request).manifest.to_json())
@@ -192,20 +172,6 @@ class Server:
         await send_slices(body, answer.write, self._cap)
         await answer.write_eof()
         return answer
-
-
-async def _read(request: web.Request, size: int) -> bytes:
-    """A body of exactly `size` bytes."""
-    parts, left = [], size
-    while left:
-        part = await request.content.readany()
-        if not part:
-            raise Refused(400, "the body was cut short")
-        left -= len(part)
-        parts.append(part)
-    if left < 0:
-        raise Refused(413, "the body is longer than it said")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _number(request: web.Request, name: str) -> int:

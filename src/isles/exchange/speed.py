@@ -1,6 +1,6 @@
-"""How fast this cluster's line is, as its own traffic shows: the kernel counts what was acknowledged and what came, per connection.
+"""How fast this cluster's line is, as its own traffic shows: the kernel counts what was delivered and what came, per connection.
 
-Parts are sized by it (`protocol.parts`). A line shows its speed only while it is kept busy, so the best window of a burst of traffic counts, and
+Parts are sized by it (`protocol.parts`), and the pace is set by it (`pace`). A line shows its speed only while it is kept busy, so the best window of a burst of traffic counts, and
 of bursts that are long enough; the median of the last few bursts is taken, and rounded, so that equal lines are told to be equal.
 """
 
@@ -12,18 +12,36 @@ import socket
 import struct
 import weakref
 from collections import deque
+from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+from isles.exchange.pace import Pace
+from isles.exchange.rate import RateCap
 
 WINDOW = 0.25  # seconds
 LEAST = 3  # windows of a burst that says something, its first and last apart
 MOST = 240  # windows of a burst; what goes on is another one
 IDLE = 4  # windows without traffic that end a burst
 BURSTS = 5  # whose median counts
+MOVING = 1 << 12  # bytes since the last look on a connection whose round trip says something
 QUIET = 1 << 14  # bytes in a window that are no traffic worth the name
 STEPS = 4  # to a doubling, to which speeds are rounded
 
-_COUNTERS = struct.Struct("120xQQ")  # struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received
+TICK = 0.05  # seconds between two looks while there is traffic
+
+# struct tcp_info: tcpi_snd_mss, tcpi_rtt, tcpi_bytes_received, tcpi_min_rtt, tcpi_delivered. What is delivered counts what arrived behind a hole, too,
+# where what is acknowledged would come all at once when the hole is filled.
+_INFO = struct.Struct("=16xI48xI56xQ12xI40xI")
+
+
+class Seen(NamedTuple):
+    """What the kernel says of a connection: seconds, and bytes since it was made."""
+
+    trip: float
+    delivered: int
+    received: int
+    shortest: float
 
 
 class Direction:
@@ -58,43 +76,59 @@ class LineSpeed:
 
     def __init__(self) -> None:
         self.up, self.down = Direction(), Direction()
+        self.pace = Pace()
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._before: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._before: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
 
     def watch(self, connection: socket.socket | asyncio.BaseTransport) -> None:
         """Count a connection from now on."""
         self._connections.add(connection)
 
-    async def run(self) -> None:
-        """Look at the counters, for ever."""
+    async def run(self, cap: RateCap, waiting: Callable[[], float | None]) -> None:
+        """Look at the counters, for ever, and set the pace. waiting: for how long packets wait on their way to the others, in seconds."""
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began = window = clock()
+        out = came = sent = received = 0
         while True:
-            await asyncio.sleep(WINDOW)
-            sent, received = self._moved()
+            await asyncio.sleep(TICK if out + came >= MOVING else WINDOW)
+            out, came, both_ways, trip = self._moved()
             now = clock()
-            self.up.window(sent, now - began)
-            self.down.window(received, now - began)
-            began = now
+            there = waiting()
+            self.pace.moved(
+                out, now - began, None if there is None or both_ways is None else min(both_ways, there), trip, cap.was_bound()
+            )
+            cap.pace = self.pace.rate
+            sent, received, began = sent + out, received + came, now
+            if now - window >= WINDOW * 0.99:
+                self.up.window(sent, now - window)
+                self.down.window(received, now - window)
+                sent, received, window = 0, 0, now
 
-    def _moved(self) -> tuple[int, int]:
-        """Bytes acknowledged and received since the last call."""
+    def _moved(self) -> tuple[int, int, float | None, float]:
+        """Bytes delivered and received since the last call; for how long packets wait there and back, and the round trip without, in seconds."""
         sent = received = 0
+        waits, trips = [], []
         for connection in list(self._connections):
-            counters = _counters(connection)
-            if counters is None:
+            seen = _seen(connection)
+            if seen is None:
                 continue
-            before = self._before.get(connection, (0, 0))
-            sent, received = sent + counters[0] - before[0], received + counters[1] - before[1]
-            self._before[connection] = counters
-        return sent, received
+            before = self._before.get(connection)
+            out = seen.delivered - (before.delivered if before else 0)
+            sent, received = sent + out, received + seen.received - (before.received if before else 0)
+            self._before[connection] = seen
+            if out > MOVING:
+                waits.append(seen.trip - seen.shortest)
+                trips.append(seen.shortest)
+        return sent, received, median(waits) if waits else None, median(trips) if trips else 0.0
 
 
-def _counters(connection: Any) -> tuple[int, int] | None:
-    """Bytes acknowledged and received on a connection so far; None where the kernel does not say."""
+def _seen(connection: Any) -> Seen | None:
+    """What the kernel says of a connection; None where it does not."""
     held = connection if isinstance(connection, socket.socket) else connection.get_extra_info("socket")
     try:
-        acknowledged, received = _COUNTERS.unpack(held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size))
+        packet, trip, received, shortest, packets = _INFO.unpack(
+            held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        )
     except (OSError, AttributeError, struct.error):
         return None
-    return acknowledged, received
+    return Seen(trip / 1e6, packets * packet, received, shortest / 1e6)
