@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from isles.exchange import speed as module
+from isles.exchange.rate import RateCap
 from isles.exchange.speed import BURSTS, IDLE, MOST, Direction, LineSpeed
 
 
@@ -60,7 +61,7 @@ def test_what_the_kernel_counts_on_a_connection(monkeypatch: pytest.MonkeyPatch)
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        measuring = [asyncio.create_task(line.run()) for line in lines.values()]
+        measuring = [asyncio.create_task(line.run(RateCap(None), lambda: None)) for line in lines.values()]
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         lines["client"].watch(writer.transport)
         for _ in range(count):
