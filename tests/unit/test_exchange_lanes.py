@@ -12,7 +12,7 @@ from isles.exchange.frames import TAKEN, Head, Kind, Piece, Receipts, Verdict, p
 from isles.exchange.outbox import Outbox, Way
 from isles.exchange.pace import Pace
 
-HEAD = Head(Kind.CONTRIBUTION, 0, 1, 0, 0, 0, bytes(32), "0" * 8)
+HEAD = Head(Kind.CONTRIBUTION, 0, 1, 0, 0, 0, 0, bytes(32), "0" * 8)
 
 
 class Clock:
@@ -23,12 +23,14 @@ class Clock:
 
 
 def posted(outbox: Outbox, chunk: int, body: bytes, kind: Kind = Kind.CONTRIBUTION) -> None:
-    outbox.post(Head(kind, 0, 1, 0, chunk, len(body), bytes(32)), body)
+    outbox.post(Head(kind, 0, 1, 0, chunk, len(body), len(body), bytes(32)), body)
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(0, 50), st.integers(0, 2**62), st.sampled_from(["", "0a" * 16]))
 def test_a_frame_is_read_as_it_was_written(data: bytes, offset: int, ident: int, who: str) -> None:
-    piece = Piece(Head(Kind.AVERAGE, 3, 2**40, 2, 7, offset + len(data), bytes(range(32)), who, ident), offset, data, 12345)
+    size = offset + len(data)
+    head = Head(Kind.AVERAGE, 3, 2**40, 2, 7, size, size + 9, bytes(range(32)), who, ident)
+    piece = Piece(head, offset, data, 12345)
     again = parse(piece.frame(12345))
     assert isinstance(again, Piece) and (again.head, again.offset, bytes(again.data), again.stamp) == (
         piece.head,

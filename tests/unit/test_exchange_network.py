@@ -15,6 +15,7 @@ from unittest import mock
 import aiohttp
 import numpy as np
 import pytest
+import zstandard
 from numpy.typing import NDArray
 from tests.certificates import TestAuthority, peer_name
 
@@ -262,19 +263,26 @@ def test_a_peer_that_went_away_and_came_back_is_not_held_to_refuse(tmp_path: Pat
     run(play)
 
 
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "isles.exchange" and r.levelname == "WARNING"]
+
+
 def test_a_peer_that_declines_for_long_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         async with islands(tmp_path, "ab") as made:
             second = asyncio.create_task(made.join("b", made.record("ab", number=2)))  # type: ignore[arg-type]
             late = asyncio.create_task(made.join("a", made.record("ab", number=1)))  # type: ignore[arg-type]
-            await asyncio.sleep(0.8)  # some tries
+            async with asyncio.timeout(30):
+                while not warnings(caplog):
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.8)  # some more tries
             for task in (second, late):
                 task.cancel()
             await asyncio.gather(second, late, return_exceptions=True)
 
     run(play)
-    said = [r.getMessage() for r in caplog.records if r.name == "isles.exchange" and r.levelname == "WARNING"]
-    assert 1 <= len(said) <= 2 and all("is over here" in text for text in said), said  # of a PUT and a GET
+    said = warnings(caplog)
+    assert 1 <= len(said) <= 2 and all("is over here" in text for text in said), said  # of a chunk and of a request
 
 
 def test_a_contribution_that_is_not_finite_ends_the_attempt_of_its_cluster_only(tmp_path: Path) -> None:
@@ -433,14 +441,26 @@ def test_chunks_that_may_not_come_are_refused_and_cost_nothing(tmp_path: Path, m
             bad = bytearray(good)
             bad[32:34] = b"\xff\x7f"  # a scale that is no number
             nan = bytes(bad)
-            digest, who = module.chunk_digest(good), f"{ord('b'):08x}"
-            head = Head(Kind.CONTRIBUTION, 0, 1, 0, chunk, len(good), digest, who, 1)
+            digest, who, zstd = module.chunk_digest(good), f"{ord('b'):08x}", zstandard.ZstdCompressor().compress
+            head = Head(Kind.CONTRIBUTION, 0, 1, 0, chunk, len(good), len(good), digest, who, 1)
             async with lane_of(made, "b") as send, lane_of(made, "c") as foreign:
                 for status, changed, body in [
                     (400, head, good[:-1] + b"x"),
                     (400, replace(head, digest=module.chunk_digest(nan)), nan),
-                    (413, replace(head, size=len(good) + 1), good),
-                    (413, replace(head, size=(1 << 32) - 1), good),
+                    (413, replace(head, whole=len(good) + 1), good),
+                    (413, replace(head, size=(1 << 32) - 1, whole=(1 << 32) - 1), good),
+                    *(
+                        (400, replace(head, size=len(body)), body)
+                        for body in [
+                            zstd(good[:-1]),
+                            zstd(bytes(1 << 26)),
+                            zstd(good)[:-1] + b"x",
+                            zstd(good)[:-9],
+                            zstd(good) + b"x",
+                            good[:-20],
+                            zstandard.ZstdCompressor(write_content_size=False).compress(good),
+                        ]
+                    ),
                     (409, replace(head, chunk=other), good),
                     (409, replace(head, chunk=(1 << 32) - 1), good),
                     (409, replace(head, incarnation="deadbeef"), good),

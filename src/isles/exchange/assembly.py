@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from isles.errors import CodecError, IslesError
 from isles.exchange.frames import TAKEN, Head, Piece, Receipt, Verdict
+from isles.exchange.packing import unpack
 from isles.exchange.server import Refused
 from isles.exchange.spool import chunk_digest
 
@@ -82,10 +83,8 @@ class Assemblies:
             task.add_done_callback(self._tasks.discard)
 
     async def _whole(self, head: Head, assembly: Assembly) -> None:
-        body = bytes(assembly.body)
         try:
-            if await asyncio.to_thread(chunk_digest, body) != head.digest:
-                raise CodecError(f"chunk {head.chunk} arrived damaged: it does not match its hash")
+            body = await asyncio.to_thread(self._opened, head, assembly.body)
             await self._finish(self._peer, head, body)
         except Refused as refused:
             self._end(head, assembly, refused.status, str(refused))
@@ -95,6 +94,13 @@ class Assemblies:
             self._end(head, assembly, 507, str(error))
         else:
             self._end(head, assembly, TAKEN)
+
+    @staticmethod
+    def _opened(head: Head, travelled: bytearray) -> bytes:
+        body = bytes(travelled) if head.size == head.whole else unpack(bytes(travelled), head.whole)
+        if chunk_digest(body) != head.digest:
+            raise CodecError(f"chunk {head.chunk} arrived damaged: it does not match its hash")
+        return body
 
     def _end(self, head: Head, assembly: Assembly, status: int, text: str = "") -> None:
         if self._open.get(head.ident) is assembly:

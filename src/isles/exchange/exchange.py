@@ -25,6 +25,7 @@ from isles.codec import Codec, check
 from isles.errors import MALFORMED, CheckpointError, CodecError, IslesError, NetworkError, first_failure
 from isles.exchange.frames import Head, Kind
 from isles.exchange.links import Links
+from isles.exchange.packing import pack
 from isles.exchange.peers import ERRORS, PATIENCE, Peers, TooEarly, addresses
 from isles.exchange.rate import Counters, RateCap
 from isles.exchange.reduction import Inbox, OwnerReduction
@@ -36,6 +37,7 @@ from isles.spec import OuterTable
 
 log = logging.getLogger("isles.exchange")
 
+Send = Callable[[int], tuple[bytes | memoryview, int, bytes]]  # chunk -> what travels, bytes of the chunk itself, its digest
 MAX_MANIFEST = 64 << 20  # bytes: 100 a chunk, and 50 billion values have 48,000 chunks
 
 
@@ -191,14 +193,17 @@ class Exchange:
 
         return once
 
-    def _sender(self, task: Task, contribution: Contribution) -> Callable[[int], tuple[bytes | memoryview, bytes]]:
+    def _sender(self, task: Task, contribution: Contribution) -> Send:
         own = self._own(task, contribution)
 
-        def encode(chunk: int) -> tuple[bytes | memoryview, bytes]:
+        def encode(chunk: int) -> tuple[bytes | memoryview, int, bytes]:
             body = own(chunk)
-            return body, chunk_digest(body)
+            return self._packed(body), len(body), chunk_digest(body)
 
         return encode
+
+    def _packed(self, body: bytes | memoryview) -> bytes | memoryview:
+        return body if self.speed.fast else pack(body)
 
     def _owners(self, task: Task) -> list[tuple[str, str]]:
         """The other owners with their addresses, beginning after this cluster's own place."""
@@ -207,18 +212,16 @@ class Exchange:
         first = sum(name < self.me for name, _ in owners)
         return owners[first:] + owners[:first]
 
-    async def _contribute(
-        self, task: Task, owner: str, address: str, send: Callable[[int], tuple[bytes | memoryview, bytes]]
-    ) -> None:
+    async def _contribute(self, task: Task, owner: str, address: str, send: Send) -> None:
         """Send an owner what it reduces."""
         held = await self._held_there(task, owner, address) if task.record.attempt else set()
         fragment, number = task.key
         for chunk in task.owned_by(owner):
             if chunk not in held:
-                body, digest = await asyncio.to_thread(send, chunk)
+                packed, whole, digest = await asyncio.to_thread(send, chunk)
                 who = task.participants[self.me].incarnation
-                head = Head(Kind.CONTRIBUTION, fragment, number, task.record.attempt, chunk, len(body), digest, who)
-                await self.links.post(owner, head, body)
+                head = Head(Kind.CONTRIBUTION, fragment, number, task.record.attempt, chunk, len(packed), whole, digest, who)
+                await self.links.post(owner, head, packed)
 
     async def _give(self, running: Running, peer: str) -> None:
         """Send a participant the averages of the own chunks, as they are made, for as long as it lacks them."""
@@ -226,8 +229,9 @@ class Exchange:
         try:
             async for chunk in running.reduction.made():
                 body, digest = await running.reduction.average(chunk)
-                head = Head(Kind.AVERAGE, fragment, number, task.record.attempt, chunk, len(body), digest)
-                await self.links.post(peer, head, body)
+                packed = await asyncio.to_thread(self._packed, body)
+                head = Head(Kind.AVERAGE, fragment, number, task.record.attempt, chunk, len(packed), len(body), digest)
+                await self.links.post(peer, head, packed)
         except IslesError as error:
             log.warning("round %d: an average for %s: %s", number, peer, error)  # it asks for it, by and by
 
@@ -270,14 +274,14 @@ class Exchange:
         if head.kind is Kind.CONTRIBUTION:
             reduction = await self._find(head.fragment, head.number, None)
             size = reduction.expects(peer, head.incarnation, head.chunk)
-            if head.size != size:
-                raise Refused(413, f"chunk {head.chunk} takes {size} bytes, not {head.size}")
+            if head.whole != size:
+                raise Refused(413, f"chunk {head.chunk} takes {size} bytes, not {head.whole}")
             return reduction.holds(peer, head.chunk)
         reduction = await self._find(head.fragment, head.number, head.attempt)
         if reduction.task.owners.get(head.chunk) != peer:
             raise Refused(409, f"{peer} does not own chunk {head.chunk}")
-        if head.size > reduction.task.result_limit(self._codec):
-            raise Refused(413, f"no average of a chunk takes {head.size} bytes")
+        if head.whole > reduction.task.result_limit(self._codec):
+            raise Refused(413, f"no average of a chunk takes {head.whole} bytes")
         return head.chunk in reduction.averages
 
     async def _arrived(self, peer: str, head: Head, body: bytes) -> None:
@@ -285,11 +289,11 @@ class Exchange:
         if head.kind is Kind.CONTRIBUTION:
             reduction = await self._find(head.fragment, head.number, None)
             reduction.expects(peer, head.incarnation, head.chunk)
-            self.counters.down["contributions"] += len(body)
+            self.counters.down["contributions"] += head.size
             await reduction.receive(peer, head.chunk, body, head.digest)
             return
         reduction = await self._find(head.fragment, head.number, head.attempt)
-        self.counters.down["averages"] += len(body)
+        self.counters.down["averages"] += head.size
         await asyncio.to_thread(self._take, reduction.task, head.chunk, body, reduction.averages)
         running = self._running.get(head.fragment)
         if running is not None and running.reduction is reduction:

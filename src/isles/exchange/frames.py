@@ -2,8 +2,8 @@
 
 A lane is a WebSocket (RFC 6455) over mutual TLS; a frame is one binary message of it, all numbers little endian:
 
-    piece      type 1: kind, ident, fragment, round, attempt, chunk, size of the chunk's body, offset of the piece, BLAKE3 of the body,
-               the sender's incarnation (ASCII, filled with zeros), its clock in microseconds; then the piece
+    piece      type 1: kind, ident, fragment, round, attempt, chunk, size of what travels of the chunk, offset of the piece, size of the
+               chunk itself (another one when it is packed, see `packing`), BLAKE3 of the chunk itself, the sender's incarnation (ASCII, filled with zeros), its clock in microseconds; then the piece
     receipts   type 2: (ident, offset, microseconds between the sender's clock and the receiver's), of pieces that have come, any number of them
     verdict    type 3: ident, a status as in HTTP (200: taken in), and a sentence
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-_PIECE = struct.Struct("<BBQIQQIII32s32sQ")
+_PIECE = struct.Struct("<BBQIQQIIII32s32sQ")
 _RECEIPT = struct.Struct("<QIq")
 _VERDICT = struct.Struct("<BHQ")
 PIECE, RECEIPTS, VERDICT = 1, 2, 3
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Of a chunk that is sent. size: bytes of its body; digest: BLAKE3 of it. incarnation: of whose contribution it is, empty for an average."""
+    """Of a chunk that is sent. size: bytes of it that travel; whole: bytes of the chunk itself, and digest its BLAKE3. incarnation: of whose contribution it is, empty for an average."""
 
     kind: Kind
     fragment: int
@@ -44,6 +44,7 @@ class Head:
     attempt: int
     chunk: int
     size: int
+    whole: int
     digest: bytes
     incarnation: str = ""
     ident: int = 0
@@ -62,7 +63,7 @@ class Piece:
         h = self.head
         return (
             _PIECE.pack(
-                PIECE, h.kind, h.ident, h.fragment, h.number, h.attempt, h.chunk, h.size, self.offset, h.digest, h.incarnation.encode(), stamp
+                PIECE, h.kind, h.ident, h.fragment, h.number, h.attempt, h.chunk, h.size, self.offset, h.whole, h.digest, h.incarnation.encode(), stamp
             )
             + self.data
         )  # fmt: skip
@@ -100,12 +101,14 @@ def parse(data: bytes) -> Piece | Receipts | Verdict:
     try:
         match data[0]:
             case 1:
-                _, kind, ident, fragment, number, attempt, chunk, size, offset, digest, incarnation, stamp = _PIECE.unpack_from(
-                    data
+                _, kind, ident, fragment, number, attempt, chunk, size, offset, whole, digest, incarnation, stamp = (
+                    _PIECE.unpack_from(data)
                 )
                 name = incarnation.rstrip(b"\0").decode("ascii")
-                head = Head(Kind(kind), fragment, number, attempt, chunk, size, digest, name, ident)
+                head = Head(Kind(kind), fragment, number, attempt, chunk, size, whole, digest, name, ident)
                 piece = memoryview(data)[_PIECE.size :]
+                if size > whole:
+                    raise ValueError(f"{size} bytes that pack a chunk of {whole}")
                 if not 0 < len(piece) <= size - offset:
                     raise ValueError(f"a piece of {len(piece)} bytes at {offset} of {size}")
                 return Piece(head, offset, piece, stamp)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from isles.exchange.pace import Pace
+from isles.exchange.pace import SHORT, Pace
 from isles.exchange.rate import RateCap
 
 WINDOW = 0.25  # seconds
@@ -26,6 +26,7 @@ IDLE = 4  # windows without traffic that end a burst
 BURSTS = 5  # whose median counts
 MOVING = 1 << 12  # bytes since the last look on a connection whose round trip says something
 QUIET = 1 << 14  # bytes in a window that are no traffic worth the name
+FAST = 125e6  # bytes/s
 STEPS = 4  # to a doubling, to which speeds are rounded
 
 TICK = 0.05  # seconds between two looks while there is traffic
@@ -77,12 +78,18 @@ class LineSpeed:
     def __init__(self) -> None:
         self.up, self.down = Direction(), Direction()
         self.pace = Pace()
+        self._trip = 0.0  # of those that were last sent to, seconds
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._before: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
 
     def watch(self, connection: socket.socket | asyncio.BaseTransport) -> None:
         """Count a connection from now on."""
         self._connections.add(connection)
+
+    @property
+    def fast(self) -> bool:
+        """Whether the line carries bytes as fast as they could be made fewer, or leads to the next rack."""
+        return self.up.speed >= FAST or 0 < self._trip < SHORT
 
     async def run(self, cap: RateCap, waiting: Callable[[], float | None]) -> None:
         """Look at the counters, for ever, and set the pace. waiting: for how long packets wait on their way to the others, in seconds."""
@@ -93,6 +100,7 @@ class LineSpeed:
             await asyncio.sleep(TICK if out + came >= MOVING else WINDOW)
             out, came, both_ways, trip = self._moved()
             now = clock()
+            self._trip = trip or self._trip
             there = waiting()
             self.pace.moved(
                 out, now - began, None if there is None or both_ways is None else min(both_ways, there), trip, cap.was_bound()
