@@ -95,7 +95,7 @@ def measure(job: Job, during: Callable[[], None] | None = None) -> dict[str, Any
     seconds = [max(r["ended"] for r in row) - min(r["began"] for r in row) for row in rounds]
     return {
         "codec": job.codec, "values": job.size, "agents": job.agents, "seconds": spread(seconds),
-        "sent": max(r["sent"] for row in rounds for r in row),
+        "sent": max(r["sent"] for row in rounds for r in row), "sent_by_all": statistics.median(sum(r["sent"] for r in row) for row in rounds),
         "cpu": spread([max(r["cpu"] for r in row) for row in rounds]),
         "memory": max(r["memory"] for r in reports),
         "mean_error": reports[0]["mean_error"], "rms_error": reports[0]["rms_error"],

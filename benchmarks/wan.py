@@ -6,7 +6,7 @@
 
 Wire efficiency is the time in which the lines could carry it at best, over the time it took: 2 (m - 1) / m x encoded bytes / line rate for
 equal lines, and with unequal ones what the best sizes of parts allow (isles.protocol.parts). Line rates count IP packets whole, so headers alone
-cost 4 %. Before each round the lines are idle for two seconds, as they are in a run while clusters train; three rounds, in which the line is learned,
+cost 4 %. Encoded bytes are the codec's; chunks travel packed (isles.exchange.packing), so the efficiency by the bytes that were sent is given, too. Before each round the lines are idle for two seconds, as they are in a run while clusters train; three rounds, in which the line is learned,
 are not counted.
 """
 
@@ -125,6 +125,7 @@ def run(condition: Condition, codec: str, size: int, repeats: int) -> dict[str, 
             took = clean["seconds"]
             row["efficiency"] = spread([seconds / took[k] for k in ("min", "median", "max")])
             row["good"] = row["efficiency"]["median"] >= condition.bar
+        row["packed"] = clean["sent_by_all"] / (2 * (condition.agents - 1) * encoded)
         counted = lab.counters()
         row["wire"] = {n: {"sent": c.sent, "lost": c.lost, "dropped": c.dropped} for n, c in counted.items()}
         row["forwarder_cpu"] = lab.cpu_seconds()
@@ -154,7 +155,7 @@ def main() -> None:
                 result = f"{row['beyond']:+.2f} s beyond the outage (bar {condition.bar:.1f})"
             else:
                 e = row["efficiency"]
-                result = f"efficiency {e['min']:.3f} / {e['median']:.3f} / {e['max']:.3f} (bar {condition.bar:.2f})"
+                result = f"efficiency {e['min']:.3f} / {e['median']:.3f} / {e['max']:.3f} (bar {condition.bar:.2f}), of bytes sent {e['median'] * row['packed']:.3f}"
             mark = "ok" if row["good"] else "MISSED"
             print(f"{mark:6} {condition.name:15} {codec:5} {what}, {result}, {row['cpu']['median']:.2f} CPU s", flush=True)
     if given.json:

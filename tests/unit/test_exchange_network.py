@@ -555,6 +555,28 @@ def test_the_cap_on_what_is_sent_is_kept(tmp_path: Path) -> None:
     run(play)
 
 
+def test_an_average_that_is_on_a_lane_is_not_sent_again_on_request(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with islands(tmp_path, "ab") as made:
+            record = made.record("ab")
+            made.at["a"].cap.rate = 400_000.0
+            last = max(made.owned(record, "a"))
+            over = asyncio.create_task(made.all(record))
+            while 0 not in made.at["a"]._running:
+                await asyncio.sleep(0.01)
+            answers = []
+            async with asking(made, "b") as ask:
+                while last not in made.at["b"]._running[0].reduction.averages:
+                    answers.append(await ask("GET", f"/v1/run/0/1/0/averages/{last}"))
+                await over
+                once = made.at["a"].counters.up["averages"]
+                assert (await ask("GET", f"/v1/run/0/1/0/averages/{last}"))[0] == 200  # it may have been lost there
+            assert len(answers) > 1 and {status for status, _ in answers[:-1]} == {202}, answers
+            assert once <= sum(len(made.at["a"]._running[0].reduction.averages.get(c)) for c in made.owned(record, "a")) * 1.3
+
+    run(play)
+
+
 @pytest.mark.parametrize("change", [{"chunk": 0}, {"parts": (Part("a", 0, 1 << 60),)}, {"parts": ()}])
 def test_parts_that_are_not_of_the_fragment_are_refused_at_once(tmp_path: Path, change: dict[str, Any]) -> None:
     async def play() -> None:

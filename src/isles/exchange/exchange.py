@@ -29,7 +29,7 @@ from isles.exchange.packing import pack
 from isles.exchange.peers import ERRORS, PATIENCE, Peers, TooEarly, addresses
 from isles.exchange.rate import Counters, RateCap
 from isles.exchange.reduction import Inbox, OwnerReduction
-from isles.exchange.server import EARLY, LONG_POLL, Refused, Server
+from isles.exchange.server import EARLY, LONG_POLL, Reduction, Refused, Server
 from isles.exchange.speed import LineSpeed
 from isles.exchange.spool import Averages, Manifest, Spool, StoredAverage, chunk_digest, unbundle
 from isles.exchange.task import Contribution, Task, largest_result
@@ -38,6 +38,7 @@ from isles.spec import OuterTable
 log = logging.getLogger("isles.exchange")
 
 Send = Callable[[int], tuple[bytes | memoryview, int, bytes]]  # chunk -> what travels, bytes of the chunk itself, its digest
+AGAIN = 1.0  # seconds between two questions to an owner that has nothing yet
 MAX_MANIFEST = 64 << 20  # bytes: 100 a chunk, and 50 billion values have 48,000 chunks
 
 
@@ -52,7 +53,7 @@ class Running:
     missing: dict[str, set[int]] = field(default_factory=dict)  # averages that have not come, by owner
     all_here: asyncio.Event = field(default_factory=asyncio.Event)  # none is missing
     came: dict[str, float] = field(default_factory=dict)  # when an owner's last average came
-    giving: list[asyncio.Task[None]] = field(default_factory=list)  # own averages to the others
+    giving: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # own averages to the others, by name
     reported: dict[str, tuple[float, float]] = field(
         default_factory=dict
     )  # whom owners wait for: since when, and last heard of
@@ -84,7 +85,16 @@ class Exchange:
         self.peers = Peers(client_ssl, self.cap, self.counters, self.speed)
         self.links = Links(me, run, self.peers, self._welcome, self._arrived)
         self.server = Server(
-            run, server_ssl, peer_name, self._find, self.links.carry, self.averages, self.cap, self.counters, self.speed
+            run,
+            server_ssl,
+            peer_name,
+            self._find,
+            self.links.carry,
+            self.averages,
+            self.cap,
+            self.counters,
+            self.speed,
+            self._coming,
         )
         self._running: dict[int, Running] = {}
         self._inboxes: dict[tuple[int, int, int], Inbox] = {}  # by fragment, round, values in a chunk
@@ -103,7 +113,7 @@ class Exchange:
             raise
 
     async def stop(self) -> None:
-        tasks = [task for running in self._running.values() for task in running.giving]
+        tasks = [task for running in self._running.values() for task in running.giving.values()]
         if self._measuring is not None:
             tasks.append(self._measuring)
         for task in tasks:
@@ -132,7 +142,7 @@ class Exchange:
         self.links.keep(task.peers)
         for name in task.participants:
             if name != self.me and task.owned_by(self.me):
-                running.giving.append(asyncio.create_task(self._give(running, name), name=f"averages to {name}"))
+                running.giving[name] = asyncio.create_task(self._give(running, name), name=f"averages to {name}")
         with first_failure():
             async with asyncio.TaskGroup() as group:
                 helpers = [
@@ -155,7 +165,7 @@ class Exchange:
         earlier = self._running.get(fragment)
         if earlier is not None:
             earlier.reduction.close()
-            for giving in earlier.giving:
+            for giving in earlier.giving.values():
                 giving.cancel()
             if not self.averages.keeps(earlier.reduction.averages):
                 earlier.reduction.averages.delete()
@@ -235,6 +245,15 @@ class Exchange:
         except IslesError as error:
             log.warning("round %d: an average for %s: %s", number, peer, error)  # it asks for it, by and by
 
+    def _coming(self, peer: str, reduction: Reduction, chunk: int) -> bool:
+        """Whether an average of this cluster's is on its way to a peer, or about to be."""
+        running = next((r for r in self._running.values() if r.reduction is reduction), None)
+        if running is None or peer not in running.giving or not self.links.of(peer).lanes:
+            return False
+        fragment, number = running.task.key
+        key = (Kind.AVERAGE, fragment, number, running.task.record.attempt, chunk)
+        return not running.giving[peer].done() or self.links.of(peer).outbox.has(key)
+
     async def _held_there(self, task: Task, owner: str, address: str) -> set[int]:
         """Chunks of this cluster's contribution that an owner has from an earlier attempt."""
         path = f"{self._path(task)}/contributions/{self.me}/{task.participants[self.me].incarnation}"
@@ -257,6 +276,7 @@ class Exchange:
             answer = await self.peers.get(owner, address, path, limit, "averages")
             if answer.status == 202:
                 self._note_missing(running, owner, answer.body)
+                await asyncio.sleep(AGAIN)
                 continue
             try:
                 if chunk_digest(answer.body).hex() != answer.digest:
@@ -302,6 +322,7 @@ class Exchange:
     def _note_average(self, running: Running, owner: str, chunk: int) -> None:
         running.missing[owner].discard(chunk)
         running.came[owner] = time.monotonic()
+        running.reported.pop(owner, None)
         if not any(running.missing.values()):
             running.all_here.set()
 
@@ -320,7 +341,7 @@ class Exchange:
                 )
 
     def _note_missing(self, running: Running, owner: str, body: bytes) -> None:
-        """An owner says for whom it waits; one that waits for nobody and has no average is held up itself."""
+        """An owner says for whom it waits; one that waits for nobody, and of whom no average comes, is held up itself."""
         now = time.monotonic()
         try:
             missing = [str(name) for name in json.loads(body)["missing"]]

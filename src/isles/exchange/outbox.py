@@ -125,6 +125,10 @@ class Outbox:
             self._again = deque(sent for sent in self._again if sent.posted is not posted)
         return posted
 
+    def has(self, key: tuple[Kind, int, int, int, int]) -> bool:
+        """Whether the chunk of this kind, fragment, round, attempt and number is still on its way."""
+        return any((h.kind, h.fragment, h.number, h.attempt, h.chunk) == key for h in (p.head for p in self._posted.values()))
+
     @property
     def unsent(self) -> int:
         """Bytes that no lane has taken yet."""

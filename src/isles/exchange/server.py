@@ -2,7 +2,7 @@
 
     GET /v1/RUN/lane                                                       a WebSocket for frames, both ways (`links`)
     GET /v1/RUN/FRAGMENT/ROUND/contributions/CLUSTER/INCARNATION           the chunks of it that the owner already has (JSON)
-    GET /v1/RUN/FRAGMENT/ROUND/ATTEMPT/averages/CHUNK                      a chunk of the average, from its owner; 202 while it waits for somebody
+    GET /v1/RUN/FRAGMENT/ROUND/ATTEMPT/averages/CHUNK                      a chunk of the average, from its owner; 202 while it waits for somebody, or has it on a lane
     GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST                              the description of a committed average
     GET /v1/RUN/FRAGMENT/ROUND/results/DIGEST/CHUNK                        a chunk of it, from anyone who holds it
 
@@ -12,6 +12,7 @@ The name in a peer's certificate is the only identity; a cluster can only send w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl
@@ -50,17 +51,18 @@ class Reduction(Protocol):
 
 Carry = Callable[[str, web.WebSocketResponse], Awaitable[None]]  # peer, lane: frames both ways until it is lost
 Find = Callable[[int, int, int | None], Awaitable[Reduction]]  # fragment, round, attempt -> reduction; raises Refused
+Coming = Callable[[str, Reduction, int], bool]  # peer, reduction, chunk
 
 
 class Server:
-    """Listens, checks and answers. `find` gives the reduction of a round that this cluster takes part in."""
+    """Listens, checks and answers. `find` gives the reduction of a round that this cluster takes part in, `coming` says whether an average is on its way to somebody."""
 
     def __init__(
         self, run: str, server_ssl: ssl.SSLContext, peer_name: Callable[[ssl.SSLObject], str], find: Find, carry: Carry,
-        averages: Averages, cap: RateCap, counters: Counters, speed: LineSpeed,
+        averages: Averages, cap: RateCap, counters: Counters, speed: LineSpeed, coming: Coming,
     ) -> None:  # fmt: skip
         self.run, self._ssl, self._peer_name, self._find, self._carry = run, server_ssl, peer_name, find, carry
-        self._averages, self._cap, self.counters, self._speed = averages, cap, counters, speed
+        self._averages, self._cap, self.counters, self._speed, self._coming = averages, cap, counters, speed, coming
         self._runner: web.AppRunner | None = None
         self.routes: list[web.RouteDef] = [
             web.get(r"/v1/{run}/lane", self._lane),
@@ -137,13 +139,15 @@ class Server:
         return web.json_response(reduction.received(cluster, request.match_info["incarnation"]))
 
     async def _average(self, request: web.Request) -> web.StreamResponse:
-        self.name_of(request)
+        peer = self.name_of(request)
         reduction, chunk = await self._reduction(request), _number(request, "chunk")
         try:
             async with asyncio.timeout(LONG_POLL):
                 body, digest = await reduction.average(chunk)
         except TimeoutError:
             return web.json_response({"missing": reduction.missing(chunk)}, status=202)
+        if self._coming(peer, reduction, chunk):  # no line carries it twice
+            return web.json_response({"missing": []}, status=202)
         self.counters.up["averages"] += len(body)
         return await self.send(request, body, digest)
 
@@ -168,9 +172,10 @@ class Server:
     async def send(self, request: web.Request, body: bytes, digest: bytes) -> web.StreamResponse:
         answer = web.StreamResponse(headers={DIGEST: digest.hex(), "Content-Type": "application/octet-stream"})
         answer.content_length = len(body)
-        await answer.prepare(request)
-        await send_slices(body, answer.write, self._cap)
-        await answer.write_eof()
+        with contextlib.suppress(ConnectionError):  # who asked is gone, or has it by now
+            await answer.prepare(request)
+            await send_slices(body, answer.write, self._cap)
+            await answer.write_eof()
         return answer
 
 
