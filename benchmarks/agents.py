@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from isles.protocol import Participant, Phase, RoundRecord
 from isles.protocol.parts import chunk_values, plan_parts
 from isles.spec import CodecTable, OuterTable
 
+PR_SET_PDEATHSIG = 1
 WARM = 200_000  # values of the warm-up rounds on loopback; elsewhere they are whole, and the line is learned in them
 
 
@@ -120,6 +123,7 @@ def _reports(job: Job, shared: Shared, processes: list[Any], during: Callable[[]
 
 def agent(index: int, job: Job, shared: Shared) -> None:
     """A process of the measurement."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive a benchmark that is killed
     if job.sites:
         from benchmarks.netlab import enter
 
