@@ -62,11 +62,11 @@ async def local_run(folder: Path, spec: Spec, **more: Any) -> AsyncIterator[Loca
         await run.stop(5.0)
 
 
-def play(scene: Callable[[], Awaitable[None]], seconds: float = 170) -> None:
+def play(scene: Callable[[], Awaitable[None]], seconds: float = 380) -> None:
     asyncio.run(asyncio.wait_for(scene(), seconds))  # type: ignore[arg-type]
 
 
-async def until(run: LocalRun, condition: Callable[[], bool], seconds: float = 80) -> None:
+async def until(run: LocalRun, condition: Callable[[], bool], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -56,7 +56,7 @@ class Person:
 
     def run(self, *words: str, code: int = 0, given: str | None = None) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [*ISLES, *words], cwd=self.folder, env=self.environment, input=given, capture_output=True, text=True, timeout=60
+            [*ISLES, *words], cwd=self.folder, env=self.environment, input=given, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == code, (words, done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
@@ -93,7 +93,7 @@ class Person:
                         os.kill(pid, signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def until(condition: Callable[[], bool], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that in time"

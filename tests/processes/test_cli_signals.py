@@ -108,11 +108,11 @@ def test_ctrl_c_saves_and_the_printed_command_ends_at_the_same_parameters(
     process = start("simulate", spec, "--set", "checkpoint.every=1000", "--out", "a run", "--quiet")
     wait_until(lambda: steps_written(run) >= 3, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=150)
     assert (process.returncode, out) == (130, "")
     assert len(err.splitlines()) == 1
     words = shlex.split(err.split("go on with: ")[1])
-    _, err = start(*words[1:]).communicate(timeout=60)
+    _, err = start(*words[1:]).communicate(timeout=150)
     assert err == ""
     assert parameters(run) == uninterrupted
     assert steps_of(run) == list(range(1, STEPS + 1))
@@ -137,7 +137,7 @@ def test_sigterm_saves_and_prints_one_json_object(spec: Path, uninterrupted: byt
     process = start("simulate", spec, "--out", "run", "--json")
     wait_until(lambda: steps_written(tmp_path / "run") >= 3, process)
     process.terminate()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert process.returncode == 143
     assert len(out.splitlines()) == 1
     assert json.loads(out)["complete"] is False
@@ -167,5 +167,5 @@ def test_a_run_goes_on_when_nobody_reads_its_progress_or_result(
     process = start("simulate", spec, "--out", "run", stdout=writer, stderr=writer)  # `2>&1 | head -1`
     os.close(writer)
     os.close(reader)
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=150) == 141
     assert parameters(tmp_path / "run") == uninterrupted

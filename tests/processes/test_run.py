@@ -117,7 +117,7 @@ def test_a_frozen_cluster_is_dropped_and_catches_up_when_it_thaws(text: Path, tm
 
 def test_one_leaves_one_comes_late_and_one_cannot_be_reached(text: Path, tmp_path: Path) -> None:
     async def scene() -> None:
-        spec = spec_of(text, 4, "run.steps=900", "checkpoint.every=60")
+        spec = spec_of(text, 4, "run.steps=600", "checkpoint.every=60")
         async with local_run(tmp_path, spec, max_upload=SLOW, outbound_only=[1], begin_with=3) as run:
             await run.start([0, 1, 2])
             await until(run, lambda: rounds(run, 0) >= 1)

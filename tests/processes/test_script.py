@@ -63,7 +63,7 @@ class Hosts:
 
     def isles(self, *words: str, code: int = 0) -> str:
         done = subprocess.run(
-            [*ISLES, *words], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60
+            [*ISLES, *words], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == code, (words, done.stdout, done.stderr)
         return done.stdout + done.stderr
@@ -260,7 +260,7 @@ def test_a_contribution_that_is_no_number_is_sent_to_nobody_and_costs_the_others
     with hosts(tmp_path, steps=1000) as run:
         run.script("alice", "--pause", "0.03")
         bob = run.script("bob", python=("-c", POISONED))
-        until(lambda: bob.poll() is not None, 100)
+        until(lambda: bob.poll() is not None, 250)
         log = run.cluster("bob").log.read_text()
         assert "is not finite, so it is sent to nobody" in log and "start the script again" in run.said("bob")
         assert run.begun[1].poll() is None  # alice goes on

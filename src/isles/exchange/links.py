@@ -20,6 +20,7 @@ from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
 from isles.exchange.assembly import Assemblies, Finish, Gate
 from isles.exchange.frames import TAKEN, Head, Kind, Piece, Receipt, Receipts, Verdict, parse
+from isles.exchange.kernel import room
 from isles.exchange.outbox import Outbox
 from isles.exchange.peers import ERRORS, Pause, Peers, congestion
 from isles.exchange.rate import Purpose
@@ -35,6 +36,7 @@ FEW, MANY, LEAST = (
 MOST = 64  # lanes that one peer may have here
 BACKLOG = 1 << 20  # bytes of a peer's that wait for a lane before more is encoded
 TICK = 0.05  # seconds between two looks at what is overdue or was put off
+NARROW, SOON = 2 * 1448, 0.005  # bytes of room that are too few for a piece, and seconds until the next look
 PATIENT = 1.0  # seconds without a lane after which the one whose place it is not makes them too
 DIALLING = (
     2.0,
@@ -210,8 +212,12 @@ class Links:
             if (answer := outbox.answer()) is not None:
                 await lane.send_bytes(answer)
                 continue
+            free = room(lane)  # what is taken beyond it lies here for round trips, while another lane could have it there
+            if free < NARROW:
+                await asyncio.sleep(SOON)
+                continue
             async with cap.turn:
-                piece = outbox.take(number, cap.piece())
+                piece = outbox.take(number, min(cap.piece(), free))
                 if piece is not None:
                     await cap.take(len(piece.data))
             if piece is None:

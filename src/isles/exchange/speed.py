@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
-import struct
 import weakref
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+from isles.exchange.kernel import Connection, Seen, seen
 from isles.exchange.pace import SHORT, Pace
 from isles.exchange.rate import RateCap
 
@@ -30,19 +29,6 @@ FAST = 125e6  # bytes/s
 STEPS = 4  # to a doubling, to which speeds are rounded
 
 TICK = 0.05  # seconds between two looks while there is traffic
-
-# struct tcp_info: tcpi_snd_mss, tcpi_rtt, tcpi_bytes_received, tcpi_min_rtt, tcpi_delivered. What is delivered counts what arrived behind a hole, too,
-# where what is acknowledged would come all at once when the hole is filled.
-_INFO = struct.Struct("=16xI48xI56xQ12xI40xI")
-
-
-class Seen(NamedTuple):
-    """What the kernel says of a connection: seconds, and bytes since it was made."""
-
-    trip: float
-    delivered: int
-    received: int
-    shortest: float
 
 
 class Direction:
@@ -82,7 +68,7 @@ class LineSpeed:
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._before: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
 
-    def watch(self, connection: socket.socket | asyncio.BaseTransport) -> None:
+    def watch(self, connection: Connection) -> None:
         """Count a connection from now on."""
         self._connections.add(connection)
 
@@ -117,26 +103,13 @@ class LineSpeed:
         sent = received = 0
         waits, trips = [], []
         for connection in list(self._connections):
-            seen = _seen(connection)
-            if seen is None:
+            now, before = seen(connection), self._before.get(connection)
+            if now is None:
                 continue
-            before = self._before.get(connection)
-            out = seen.delivered - (before.delivered if before else 0)
-            sent, received = sent + out, received + seen.received - (before.received if before else 0)
-            self._before[connection] = seen
+            out = now.delivered - (before.delivered if before else 0)
+            sent, received = sent + out, received + now.received - (before.received if before else 0)
+            self._before[connection] = now
             if out > MOVING:
-                waits.append(seen.trip - seen.shortest)
-                trips.append(seen.shortest)
+                waits.append(now.trip - now.shortest)
+                trips.append(now.shortest)
         return sent, received, median(waits) if waits else None, median(trips) if trips else 0.0
-
-
-def _seen(connection: Any) -> Seen | None:
-    """What the kernel says of a connection; None where it does not."""
-    held = connection if isinstance(connection, socket.socket) else connection.get_extra_info("socket")
-    try:
-        packet, trip, received, shortest, packets = _INFO.unpack(
-            held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        )
-    except (OSError, AttributeError, struct.error):
-        return None
-    return Seen(trip / 1e6, packets * packet, received, shortest / 1e6)
