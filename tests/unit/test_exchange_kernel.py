@@ -70,12 +70,16 @@ def test_what_a_connection_carried(pair: tuple[socket.socket, socket.socket]) ->
 
 
 def test_nothing_is_known_of_what_is_no_connection_of_tcp() -> None:
-    class Closed:
+    class Gone:
         def get_extra_info(self, name: str, default: object = None) -> object:
             return {}.get(name, default)
 
+    class Broken:
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            raise AttributeError(name, default)  # as a WebSocket of aiohttp does whose transport is gone
+
     near, far = socket.socketpair()
     with near, far:
-        for connection in (near, Closed()):
+        for connection in (near, Gone(), Broken()):
             assert room(connection) == UNKNOWN
             assert seen(connection) is None

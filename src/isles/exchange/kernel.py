@@ -58,8 +58,8 @@ def room(connection: Connection) -> int:
 
 
 def _info(connection: Connection, fields: struct.Struct) -> tuple[int, ...] | None:
-    held = connection if isinstance(connection, socket.socket) else connection.get_extra_info("socket")
-    try:
+    try:  # what is closed has no socket any more, or one that says nothing
+        held = connection if isinstance(connection, socket.socket) else connection.get_extra_info("socket")
         return fields.unpack(held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, fields.size))
     except (OSError, AttributeError, struct.error):
         return None
