@@ -4,6 +4,7 @@
     python -m benchmarks.peers --only clean-cubic --repeats 3     some
     python -m benchmarks.peers --json docs/results/peers.json
 
+A kernel lets a network namespace choose only what it allows to everybody; if need be: sysctl -w net.ipv4.tcp_allowed_congestion_control="reno cubic bbr".
 Two sites, 100 Mbit/s, 100 ms unless said. A side takes its rounds one after another on a test internet that it has for itself; the others follow. Of hivemind only
 the all-reduce is counted, not the seconds in which it finds its group.
 """
@@ -79,7 +80,7 @@ def other(script: tuple[str, ...], lab: Lab, values: int, repeats: int) -> dict[
         lines = [process.communicate(timeout=3600)[0].splitlines()[-1:] for process in running]
         if any(process.returncode for process in running):
             said.seek(0)
-            raise RuntimeError(f"{' '.join(script)} failed: {said.read()[-2000:]}")
+            raise RuntimeError(f"{' '.join(script)} failed: {said.read()[-6000:]}")
     reports = [json.loads(line[0]) for line in lines]
     rounds = [[r["rows"][i] for r in reports] for i in range(repeats)]
     return {

@@ -29,6 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import hivemind
     from hivemind.averaging import DecentralizedAverager
+    from hivemind.utils import get_dht_time
 
     addresses = given.addresses.split(",")
     entry = given.folder / "entry"
@@ -46,8 +47,8 @@ def main() -> None:
     own = values(given, given.index)
     averager = DecentralizedAverager(
         [own.clone()], dht, start=True, prefix="bench", target_group_size=len(addresses), min_group_size=len(addresses),
-        compression=compression(given.compression), min_matchmaking_time=2.0, request_timeout=3.0, allreduce_timeout=1200,
-        averaging_timeout=1200, sender_timeout=300, reducer_timeout=600,
+        compression=compression(given.compression), min_matchmaking_time=4.0, request_timeout=3.0, allreduce_timeout=1200,
+        sender_timeout=300, reducer_timeout=600,
     )  # fmt: skip
     together(given, "made")
     controls: dict[int, Any] = {}
@@ -57,7 +58,7 @@ def main() -> None:
         with averager.get_tensors() as tensors:
             tensors[0].copy_(own)
         controls[i] = averager.step(
-            wait=False, require_trigger=True, scheduled_time=hivemind.get_dht_time() + 3.0, timeout=1200, allow_retries=True
+            wait=False, require_trigger=True, scheduled_time=get_dht_time() + 4.0, timeout=1200, allow_retries=True
         )
         time.sleep(FINDING)
 
