@@ -71,7 +71,7 @@ def train(where: str, size: str, folder: Path, paces: bool) -> None:
     torch.set_num_threads(1)
     layers, width, batch, length = SIZES[size]
     table = ModelTable(family="llama", layers=layers, hidden_size=width, heads=4)
-    model = build_model(table, vocab_size=256, sequence_length=length, seed=0)
+    model = build_model(table, vocab_size=256, sequence_length=length, seed=0, base=Path())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(1))
 
